@@ -1,0 +1,1 @@
+"""ForgeActor and services, and the Monarch shells around rooms and backends."""

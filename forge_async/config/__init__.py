@@ -1,0 +1,1 @@
+"""Composes the rooms' settings; loads, checks and explains a configuration."""

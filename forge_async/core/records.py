@@ -1,0 +1,177 @@
+"""What travels: prompts, samples in columns, groups. Compact arrays, so that a batch is a few buffers, not objects.
+
+Samples are stored by column over one flat token axis (sequences laid end to end, with their lengths), because a
+record crosses three processes and pickling a few large arrays is many times cheaper than thousands of small ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from forge_async.core.errors import ForgeError
+from forge_async.core.versions import VersionRuns
+
+SCHEMA = 1
+"""Number of this record layout; written with every stored group so that a reader can refuse what it does not know."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class PromptId:
+    """Where a prompt came from. No id is trained twice or skipped (Law 7)."""
+
+    source: str
+    """Name of the prompt source."""
+    epoch: int
+    """Pass over the source, from 0."""
+    index: int
+    """Position inside the source, from 0."""
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.epoch}:{self.index}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One task for the policy, already rendered to tokens."""
+
+    id: PromptId
+    token_ids: np.ndarray
+    """int32 [T], what the engine is given; never re-tokenised later (Law 8)."""
+    text: str
+    """The same for people."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """What the reward function needs besides the text, such as the reference answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completions:
+    """What an engine answered to one request for n samples, by column."""
+
+    lengths: np.ndarray
+    """int32 [n], tokens of each completion."""
+    token_ids: np.ndarray
+    """int32 [sum of lengths]."""
+    logprobs: np.ndarray
+    """float32 [sum of lengths], the sampler's log-probability of each token, after temperature."""
+    versions: VersionRuns
+    """Version of each token of the flat axis, stamped by the engine at the step that made it."""
+    truncated: np.ndarray
+    """bool [n], true where the token limit ended the completion rather than a stop token."""
+
+    def bounds(self) -> np.ndarray:
+        """int64 [n + 1], where each completion starts on the flat axis, and the end."""
+        return bounds(self.lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Trainable token sequences, by column over one flat token axis of T tokens and N samples."""
+
+    lengths: np.ndarray
+    """int32 [N], tokens of each sample, prompt included."""
+    token_ids: np.ndarray
+    """int32 [T]."""
+    loss_mask: np.ndarray
+    """bool [T], true for the tokens that the policy made and is trained on."""
+    logprobs: np.ndarray
+    """float32 [T], the sampler's log-probabilities; 0 where loss_mask is false."""
+    advantages: np.ndarray
+    """float32 [T], 0 where loss_mask is false."""
+    versions: VersionRuns
+    """Version of each of the T tokens; NOT_SAMPLED where no policy made it."""
+    kept_set: np.ndarray | None = None
+    """Optional: the sampler's kept token ids (top-p, top-k), int32 [T, K], -1 padded."""
+    routed_experts: np.ndarray | None = None
+    """Optional: experts chosen while sampling, uint8 or int16 [T, layers, experts a token]."""
+    schema: int = SCHEMA
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, prompts included."""
+        return len(self.token_ids)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Tokens that are trained on."""
+        return int(self.loss_mask.sum())
+
+    def bounds(self) -> np.ndarray:
+        """int64 [N + 1], where each sample starts on the flat axis, and the end."""
+        return bounds(self.lengths)
+
+    def oldest_steps(self) -> np.ndarray:
+        """int32 [N], the step of each sample's oldest sampled token; the largest int32 where nothing was sampled."""
+        steps = self.versions.per_token_steps().astype(np.int32)
+        steps[steps < 0] = np.iinfo(np.int32).max
+        return np.minimum.reduceat(steps, self.bounds()[:-1]) if len(self) else steps[:0]
+
+    def select(self, rows: Sequence[int]) -> Samples:
+        """The samples of `rows`, in that order."""
+        edges = self.bounds()
+        spans = [(int(edges[row]), int(edges[row + 1])) for row in rows]
+        take = np.concatenate([np.arange(a, b) for a, b in spans]) if spans else np.zeros(0, dtype=np.int64)
+        return Samples(
+            lengths=self.lengths[list(rows)],
+            token_ids=self.token_ids[take],
+            loss_mask=self.loss_mask[take],
+            logprobs=self.logprobs[take],
+            advantages=self.advantages[take],
+            versions=VersionRuns.concat([self.versions.slice(a, b) for a, b in spans]),
+            kept_set=None if self.kept_set is None else self.kept_set[take],
+            routed_experts=None if self.routed_experts is None else self.routed_experts[take],
+        )
+
+    @classmethod
+    def concat(cls, parts: Sequence[Samples]) -> Samples:
+        """Lay batches of samples end to end. Optional columns must be present in all parts or in none."""
+        if not parts:
+            raise ForgeError("Samples.concat needs at least one part.")
+        return cls(
+            lengths=np.concatenate([part.lengths for part in parts]),
+            token_ids=np.concatenate([part.token_ids for part in parts]),
+            loss_mask=np.concatenate([part.loss_mask for part in parts]),
+            logprobs=np.concatenate([part.logprobs for part in parts]),
+            advantages=np.concatenate([part.advantages for part in parts]),
+            versions=VersionRuns.concat([part.versions for part in parts]),
+            kept_set=_concat_optional([part.kept_set for part in parts], "kept_set"),
+            routed_experts=_concat_optional([part.routed_experts for part in parts], "routed_experts"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The G rollouts of one prompt, scored and ready to be trained on."""
+
+    index: int
+    """Admission index, from 0 in the order of admission; the group's identity inside a run."""
+    prompt_id: PromptId
+    samples: Samples
+    rewards: np.ndarray
+    """float32 [G], one for each rollout, before normalisation."""
+    policy: str = "policy"
+    """Which policy's versions `samples.versions` speaks of."""
+
+    def oldest_step(self) -> int:
+        """The step of the oldest token of the group: what its staleness is measured from (Law 2)."""
+        return int(self.samples.oldest_steps().min())
+
+
+def bounds(lengths: np.ndarray) -> np.ndarray:
+    """int64 [N + 1], the start of each of N rows laid end to end, and the end of the last."""
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+
+
+def _concat_optional(columns: Sequence[np.ndarray | None], name: str) -> np.ndarray | None:
+    present = [column for column in columns if column is not None]
+    if not present:
+        return None
+    if len(present) != len(columns):
+        raise ForgeError(f"Samples with and without {name} cannot be laid together: record it for all or for none.")
+    return np.concatenate(present)

@@ -1,0 +1,1 @@
+"""From samples to gradients: packing, micro-batches, importance ratios, losses, the step."""

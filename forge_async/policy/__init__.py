@@ -1,0 +1,1 @@
+"""Serving tokens: the engine protocol, the request service, swaps, routing."""

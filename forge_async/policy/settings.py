@@ -1,0 +1,33 @@
+"""Settings of the policy's engine and of sampling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forge_async.core.settings import setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySettings:
+    """Keys under `policy`."""
+
+    replicas: int = setting(1, "engines serving the policy", low=1)
+    tensor_parallel: int = setting(1, "ranks of each engine", low=1)
+    dtype: str = setting("float32", "dtype the engine computes in", choices=("float32", "bfloat16", "float16"))
+    max_model_tokens: int = setting(64, "longest prompt and completion together", unit="tokens", low=8)
+    max_sequences: int = setting(512, "sequences that an engine decodes together", low=1)
+    max_batch_tokens: int = setting(8192, "tokens of one engine step", unit="tokens", low=32)
+    kv_cache_bytes: int = setting(64 << 20, "memory of the engine's KV cache", unit="bytes", low=1 << 20)
+    block_tokens: int = setting(32, "tokens of a KV block; a multiple of 32 on CPU", unit="tokens", low=16)
+    prefix_cache: bool = setting(True, "reuse the KV of equal prompt prefixes made by the same version")
+    compile: bool = setting(False, "compile the engine's model; slower to start")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingSettings:
+    """Keys under `sampling`."""
+
+    temperature: float = setting(1.0, "sampling temperature", low=0.01)
+    max_new_tokens: int = setting(4, "longest completion of one turn", unit="tokens", low=1)
+    top_p: float = setting(1.0, "nucleus sampling; 1: off", low=0.01, high=1.0)
+    top_k: int = setting(0, "sample among the k likeliest tokens; 0: off", low=0)

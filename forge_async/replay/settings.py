@@ -1,0 +1,42 @@
+"""The dials of asynchrony."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forge_async.core.settings import setting
+
+SWAP_MODES = ("keep_kv", "recompute_kv", "abort_resume", "abort_retry", "drain", "blocking")
+BUFFERS = ("none", "double", "bounded", "stream")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncSettings:
+    """Keys under `async`."""
+
+    max_staleness: int = setting(
+        2, "S: hard bound on the age of any token that is trained on; 0: synchronous", unit="steps", low=0
+    )
+    buffer: str = setting(
+        "bounded", "none: S=0; double: S=1, W=1; bounded: S and W as given; stream: no age bound", choices=BUFFERS
+    )
+    max_queue_tokens: int = setting(
+        16_000_000, "depth cap in tokens; one oversize group is admitted alone", unit="tokens", low=1
+    )
+    window: int = setting(
+        1, "W: how far the learner may look past a straggling group; 1 is strict order", unit="groups", low=1
+    )
+    publish_every: int = setting(1, "learner steps between publications of the weights", unit="steps", low=1)
+    swap: str = setting("keep_kv", "what happens to requests in flight when weights arrive", choices=SWAP_MODES)
+    on_stale: str = setting(
+        "wait",
+        "what to do with groups that a fault or resume made older than S",
+        choices=("wait", "drop", "reweight", "raise"),
+    )
+    fresh_fraction: float = setting(0.0, "share of each batch made wholly by the newest version", low=0.0, high=1.0)
+    correction: str = setting(
+        "token_is",
+        "importance correction for age: token_is (PPO clip on the sampler's log-probabilities), or none",
+        choices=("token_is", "none"),
+    )
+    force_uncorrected: bool = setting(False, "allow correction=none with max_staleness above 0")

@@ -1,0 +1,1 @@
+"""From turns to numbers: reward functions, worker processes with deadlines, advantages, filters."""

@@ -1,0 +1,21 @@
+"""Settings of rollout workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forge_async.core.settings import setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSettings:
+    """Keys under `rollout`."""
+
+    workers: int = setting(1, "rollout worker processes (turns and environments)", low=1)
+    reward_workers: int = setting(1, "reward processes of each rollout worker", low=1)
+    linger_s: float = setting(
+        0.05, "how long finished groups wait for others so that they travel in one message", unit="s", low=0.0
+    )
+    group_timeout_s: float = setting(
+        300.0, "longest time from admission of a group to its last token", unit="s", low=0.1
+    )

@@ -1,0 +1,1 @@
+"""Where actors run: meshes and placement, jobs, wiring."""

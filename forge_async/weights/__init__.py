@@ -1,0 +1,1 @@
+"""From a gradient to its readers: versions, manifests, publish, pull, fingerprints."""

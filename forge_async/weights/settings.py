@@ -1,0 +1,21 @@
+"""Settings of the weight plane."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forge_async.core.settings import setting
+
+TRANSPORTS = ("auto", "rpc", "shm", "rdma", "ipc", "broadcast", "filesystem", "http")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsSettings:
+    """Keys under `weights`."""
+
+    transport: str = setting(
+        "auto", "how shards travel; auto: the fastest that this placement allows", choices=TRANSPORTS
+    )
+    keep_versions: int = setting(2, "newest versions that stay readable; older ones are deleted once unread", low=1)
+    timeout_s: float = setting(120.0, "longest time one publication or pull may take", unit="s", low=0.1)
+    verify: bool = setting(True, "compare what a replica serves with the manifest after each pull")
