@@ -1,0 +1,207 @@
+"""vLLM behind the policy room's Engine port: the engine core runs in this process, stepped by its owner.
+
+Facts that shape this file, measured on vLLM 0.32:
+- with the engine core in-process, weights can be loaded between two steps with requests in flight;
+- vLLM stamps tokens with the weight version that made them, exact at the boundary;
+- on CPU, linear layers are repacked by oneDNN after loading unless it is switched off, and a repacked layer can
+  neither be loaded into nor read back;
+- the prefix cache is keyed by a salt that a request carries, so that versions never share entries.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from forge_async.core.errors import PolicyError
+from forge_async.core.packages import require
+from forge_async.core.records import Completions
+from forge_async.core.versions import PolicyVersion, VersionRuns
+from forge_async.policy.ports import GenerationRequest, GenerationResult
+from forge_async.policy.settings import PolicySettings
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+CPU_ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    # vLLM compiles one function of its sampler even in eager mode, which costs half a minute on a cold machine.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+
+class VllmEngine:
+    """One vLLM engine. Built on, and used from, a single thread."""
+
+    def __init__(self, model_folder: str, settings: PolicySettings, version: PolicyVersion, seed: int = 0) -> None:
+        """Build the engine with weights of no meaning; `load` brings the first real ones.
+
+        Args:
+            model_folder: Hugging Face folder; only its configuration is read.
+            settings: sizes and dtype.
+            version: what is stamped until the first load.
+            seed: of draws whose request names none.
+        """
+        begun = time.perf_counter()
+        require("vllm", feature="the policy engine")
+        import torch
+
+        on_cpu = not torch.cuda.is_available()
+        os.environ.update(ENVIRONMENT)
+        if on_cpu:
+            os.environ.update({k: v for k, v in CPU_ENVIRONMENT.items() if not (settings.compile and "DYNAMO" in k)})
+        from vllm import EngineArgs, LLMEngine
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        self.import_s = time.perf_counter() - begun
+        if on_cpu:
+            import vllm._custom_ops as custom_ops
+
+            custom_ops._supports_onednn = False
+        self._params_class, self._final_only = SamplingParams, RequestOutputKind.FINAL_ONLY
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**_arguments(model_folder, settings, seed)))
+        self.build_s = time.perf_counter() - begun - self.import_s
+        self.version = version
+        self._engine.set_weight_version(str(version))
+        self._inverse: dict[str, tuple[str, int, int]] | None = None
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        salt = str(self.version)
+        for request in requests:
+            prompt = {"prompt_token_ids": request.prompt_token_ids.tolist(), "cache_salt": salt}
+            try:
+                self._engine.add_request(request.id, prompt, self._params(request))  # pyright: ignore[reportArgumentType]
+            except ValueError as error:
+                raise PolicyError(f"vLLM refused request {request.id}: {error}") from error
+
+    def step(self) -> list[GenerationResult]:
+        return [_result(output) for output in self._engine.step() if output.finished]
+
+    def abort(self, ids: Iterable[str]) -> None:
+        self._engine.abort_request(list(ids))
+
+    def num_unfinished(self) -> int:
+        return self._engine.get_num_unfinished_requests()
+
+    def load(self, weights: Mapping[str, Any], version: PolicyVersion) -> None:
+        items = list(weights.items())
+        self._engine.collective_rpc(lambda worker: len(worker.get_model().load_weights(iter(items))))
+        self._engine.set_weight_version(str(version))
+        self.version = version
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+        model = self._model()
+        parameters = dict(model.named_parameters())
+        for name in names:
+            stored, start, rows = self._inverse_map(model).get(name, (name, 0, None))
+            tensor = parameters[stored].detach()
+            yield name, tensor if rows is None else tensor.narrow(0, start, rows)
+
+    def score(self, token_ids: np.ndarray) -> np.ndarray:
+        ids = [int(token) for token in token_ids]
+        params = self._params_class(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)
+        # A salt of its own: log-probabilities of a prompt are only given for what is computed, not for cached blocks.
+        prompt = {"prompt_token_ids": ids, "cache_salt": f"score/{time.monotonic_ns()}"}
+        self._engine.add_request("score", prompt, params)  # pyright: ignore[reportArgumentType]
+        output = None
+        while output is None:
+            output = next((out for out in self._engine.step() if out.request_id == "score" and out.finished), None)
+        rows = output.prompt_logprobs or []
+        return np.array([row[token].logprob for row, token in zip(rows[1:], ids[1:], strict=True)], dtype=np.float32)
+
+    def kv_usage(self) -> float:
+        core = self._engine.engine_core.engine_core  # pyright: ignore[reportAttributeAccessIssue]
+        return float(core.scheduler.kv_cache_manager.usage)
+
+    def _params(self, request: GenerationRequest) -> Any:
+        sampling = request.sampling
+        return self._params_class(
+            n=request.num_samples,
+            seed=request.seed if sampling.temperature > 0 else None,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_new_tokens,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=False,
+            logprobs=0,
+            detokenize=False,
+            output_kind=self._final_only,
+        )
+
+    def _model(self) -> Any:
+        return self._engine.collective_rpc(lambda worker: worker.get_model())[0]
+
+    def _inverse_map(self, model: Any) -> dict[str, tuple[str, int, int]]:
+        """Hugging Face name -> (engine's fused parameter, first row, rows), built once."""
+        if self._inverse is None:
+            self._inverse = dict(_fused_parts(model))
+        return self._inverse
+
+
+def _arguments(model_folder: str, settings: PolicySettings, seed: int) -> dict[str, Any]:
+    return {
+        "model": model_folder,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": settings.dtype,
+        "enforce_eager": not settings.compile,
+        "max_model_len": settings.max_model_tokens,
+        "max_num_seqs": settings.max_sequences,
+        "max_num_batched_tokens": settings.max_batch_tokens,
+        "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        "block_size": settings.block_tokens,
+        "enable_prefix_caching": settings.prefix_cache,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "seed": seed,
+    }
+
+
+def _fused_parts(model: Any) -> Iterator[tuple[str, tuple[str, int, int]]]:
+    """Tell where each Hugging Face parameter lies that vLLM stores otherwise: fused linear layers (q, k, v in one; gate
+    and up in one) and embeddings padded to a round vocabulary."""
+    packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    for path, module in model.named_modules():
+        parent, _, leaf = path.rpartition(".")
+        if hasattr(module, "org_vocab_size"):
+            yield f"{path}.weight", (f"{path}.weight", 0, module.org_vocab_size)
+        if leaf not in packed or not hasattr(module, "output_sizes"):
+            continue
+        start = 0
+        for part, rows in zip(packed[leaf], module.output_sizes, strict=True):
+            for kind, _ in module.named_parameters(recurse=False):
+                yield f"{parent}.{part}.{kind}", (f"{path}.{kind}", start, rows)
+            start += rows
+
+
+def _result(output: Any) -> GenerationResult:
+    """Turn vLLM's output of one request into columns."""
+    rows = sorted(output.outputs, key=lambda row: row.index)
+    lengths = np.array([len(row.token_ids) for row in rows], dtype=np.int32)
+    logprobs = [entry[token].logprob for row in rows for token, entry in zip(row.token_ids, row.logprobs, strict=True)]
+    return GenerationResult(
+        id=output.request_id,
+        completions=Completions(
+            lengths=lengths,
+            token_ids=np.concatenate([np.asarray(row.token_ids, dtype=np.int32) for row in rows]),
+            logprobs=np.asarray(logprobs, dtype=np.float32),
+            versions=VersionRuns.of(run for row in rows for run in _runs(row)),
+            truncated=np.array([row.finish_reason == "length" for row in rows]),
+        ),
+    )
+
+
+def _runs(row: Any) -> Iterator[tuple[int, int, int]]:
+    if not row.weight_versions and row.token_ids:
+        raise PolicyError("vLLM returned tokens without the version that made them.")
+    for span in row.weight_versions:
+        version = PolicyVersion.parse(span.version)
+        yield span.end - span.start, version.step, version.incarnation

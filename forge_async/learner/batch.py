@@ -1,0 +1,51 @@
+"""From groups to what a learner rank computes: its share of the samples, and the denominator that all ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from forge_async.core.records import Group, Samples
+from forge_async.learner.packing import partition
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One rank's part of a step's batch."""
+
+    samples: Samples | None
+    """None when this rank has nothing to compute; it still takes part in the step."""
+    num_loss_tokens: int
+    """Tokens that are trained on, over all ranks: the denominator of the loss."""
+    group_indices: tuple[int, ...]
+    """Admission indices of the whole batch, ascending; named when the step fails."""
+
+
+def split_batch(groups: Sequence[Group], num_ranks: int, *, keep_zero_advantage: bool) -> list[Share]:
+    """Cut a batch into one share for each rank.
+
+    Args:
+        groups: of the batch, sorted by admission index.
+        num_ranks: ranks that split the batch (the data-parallel degree).
+        keep_zero_advantage: compute samples whose advantages are all zero too. They add nothing to the gradient; when
+            they are left out, they leave the denominator as well.
+    """
+    samples = Samples.concat([group.samples for group in groups])
+    rows = range(len(samples)) if keep_zero_advantage else _rows_with_gradient(samples)
+    kept = samples.select(list(rows))
+    indices = tuple(group.index for group in groups)
+    return [
+        Share(
+            samples=kept.select(share) if share else None,
+            num_loss_tokens=kept.num_loss_tokens,
+            group_indices=indices,
+        )
+        for share in partition(kept.lengths.tolist(), num_ranks)
+    ]
+
+
+def _rows_with_gradient(samples: Samples) -> list[int]:
+    edges = samples.bounds()[:-1]
+    return np.flatnonzero(np.add.reduceat(np.abs(samples.advantages), edges) > 0).tolist() if len(samples) else []

@@ -1,0 +1,64 @@
+"""What the pipeline asks of a learner rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from forge_async.core.versions import PolicyVersion
+from forge_async.learner.batch import Share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one optimiser step did, equal on every rank."""
+
+    version: PolicyVersion
+    """The version that the step produced."""
+    loss: float
+    """Mean over the tokens that were trained on."""
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    num_loss_tokens: int
+    """Tokens trained on, all ranks."""
+    num_row_tokens: int
+    """Tokens computed, padding included, all ranks."""
+    clip_fraction: float
+    """Share of tokens whose ratio lies outside the clip range."""
+    mismatch_kl: float
+    """Mean k3 estimate of KL(sampler || current policy at the step's start), a token."""
+    logprob_diff_max: float
+    """Largest |current - sampler| log-probability of a token."""
+    compute_s: float
+    """Seconds of forward, backward and optimiser on this rank."""
+
+
+class Learner(Protocol):
+    """One rank of a learner. Synchronous; all ranks make the same calls in the same order."""
+
+    version: PolicyVersion
+
+    def train(self, share: Share) -> StepResult:
+        """Take one optimiser step. Raises NonFiniteError, leaving the weights as they were."""
+        ...
+
+    def snapshot(self) -> tuple[tuple[Any, ...], Any]:
+        """Copy this rank's parameters: (shards, blob), ready to be published while the next step runs."""
+        ...
+
+    def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """float32 [T - 1] for each sequence: log-probability of each token after the first. Collective."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write a Hugging Face folder (weights by rank 0; collective)."""
+        ...
+
+    def digest(self) -> str:
+        """sha256 over the parameters sorted by Hugging Face name: name, dtype, shape, bytes. Collective."""
+        ...

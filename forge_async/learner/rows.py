@@ -1,0 +1,107 @@
+"""Packed rows as arrays: what the model and the loss are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from forge_async.core.records import Samples
+from forge_async.learner.packing import micro_batches, pack_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """A micro-batch of packed rows. Entry [b, l] of a target column speaks of the token that follows token [b, l]."""
+
+    token_ids: np.ndarray
+    """int64 [B, L]; 0 in padding."""
+    positions: np.ndarray
+    """int64 [B, L], position inside the sample, from 0; padding counts on by itself as a sample of its own."""
+    targets: np.ndarray
+    """int64 [B, L], the next token of the same sample."""
+    mask: np.ndarray
+    """float32 [B, L], 1 where the next token is trained on."""
+    behaviour_logprobs: np.ndarray
+    """float32 [B, L], the sampler's log-probability of the next token."""
+    advantages: np.ndarray
+    """float32 [B, L], of the next token."""
+
+
+def build_micro_batches(samples: Samples | None, row_tokens: int, micro_batch_tokens: int) -> list[Rows]:
+    """Pack samples into rows and rows into micro-batches. None gives none."""
+    if samples is None or not len(samples):
+        return []
+    lengths = samples.lengths.tolist()
+    width = min(max(row_tokens, max(lengths)), sum(lengths))
+    rows = pack_rows(lengths, width)
+    widths = [sum(lengths[index] for index in row) for row in rows]
+    return [_fill(samples, [rows[r] for r in batch]) for batch in micro_batches(widths, micro_batch_tokens)]
+
+
+def empty_rows() -> Rows:
+    """A micro-batch that trains nothing, for a rank that has fewer of them than another."""
+    zeros = np.zeros((1, 2), dtype=np.int64)
+    nothing = np.zeros((1, 2), dtype=np.float32)
+    return Rows(
+        token_ids=zeros,
+        positions=np.arange(2, dtype=np.int64)[None],
+        targets=zeros,
+        mask=nothing,
+        behaviour_logprobs=nothing,
+        advantages=nothing,
+    )
+
+
+def sequence_rows(sequences: Sequence[np.ndarray]) -> Rows:
+    """One row a sequence, padded at the right, for scoring. Targets are the sequences shifted by one."""
+    width = max(len(sequence) for sequence in sequences)
+    shape = (len(sequences), width)
+    token_ids, targets = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    mask = np.zeros(shape, np.float32)
+    for row, sequence in enumerate(sequences):
+        count = len(sequence)
+        token_ids[row, :count] = sequence
+        targets[row, : count - 1] = sequence[1:]
+        mask[row, : count - 1] = 1
+    nothing = np.zeros(shape, np.float32)
+    positions = np.broadcast_to(np.arange(width, dtype=np.int64), shape).copy()
+    return Rows(
+        token_ids=token_ids,
+        positions=positions,
+        targets=targets,
+        mask=mask,
+        behaviour_logprobs=nothing,
+        advantages=nothing,
+    )
+
+
+def _fill(samples: Samples, rows: list[list[int]]) -> Rows:
+    edges = samples.bounds()
+    width = max(sum(int(samples.lengths[index]) for index in row) for row in rows)
+    shape = (len(rows), width)
+    token_ids, positions, targets = (np.zeros(shape, np.int64) for _ in range(3))
+    mask, behaviour, advantages = (np.zeros(shape, np.float32) for _ in range(3))
+    for b, row in enumerate(rows):
+        column = 0
+        for index in row:
+            start, stop = int(edges[index]), int(edges[index + 1])
+            count = stop - start
+            here, ahead = slice(column, column + count), slice(column, column + count - 1)
+            token_ids[b, here] = samples.token_ids[start:stop]
+            positions[b, here] = np.arange(count)
+            targets[b, ahead] = samples.token_ids[start + 1 : stop]
+            mask[b, ahead] = samples.loss_mask[start + 1 : stop]
+            behaviour[b, ahead] = samples.logprobs[start + 1 : stop]
+            advantages[b, ahead] = samples.advantages[start + 1 : stop]
+            column += count
+        positions[b, column:] = np.arange(width - column)
+    return Rows(
+        token_ids=token_ids,
+        positions=positions,
+        targets=targets,
+        mask=mask,
+        behaviour_logprobs=behaviour,
+        advantages=advantages,
+    )
