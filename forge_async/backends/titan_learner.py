@@ -278,10 +278,10 @@ class TitanLearner:
         self._optimizer.zero_grad()
         if not finite:
             groups = share.group_indices
+            whose = f" over groups {groups[0]}..{groups[-1]}" if groups else ""
             raise NonFiniteError(
-                f"Step {self.version.step}: loss={loss} and gradient norm={float(norm)} over groups "
-                f"{groups[0]}..{groups[-1]} are not finite; the weights were left as they were. "
-                "Lower optimizer.lr or look at these groups in rollouts.jsonl.zst."
+                f"Step {self.version.step}: loss={loss} and gradient norm={float(norm)}{whose} are not finite; the "
+                "weights were left as they were. Lower optimizer.lr, or look at these samples in rollouts.jsonl.zst."
             )
         return float(norm)
 

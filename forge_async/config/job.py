@@ -13,7 +13,7 @@ class JobSettings:
 
     kind: str = setting(
         "local",
-        "local: this machine, one Monarch host; process: two Monarch hosts on this machine; slurm, kubernetes: a cluster",
+        "local: this machine as one Monarch host; process: this machine as two; slurm, kubernetes: a cluster",
         choices=("local", "process", "slurm", "kubernetes"),
     )
     name: str = setting("forge-async", "name of the job on the cluster")

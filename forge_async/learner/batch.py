@@ -33,16 +33,20 @@ def split_batch(groups: Sequence[Group], num_ranks: int, *, keep_zero_advantage:
             they are left out, they leave the denominator as well.
     """
     samples = Samples.concat([group.samples for group in groups])
-    rows = range(len(samples)) if keep_zero_advantage else _rows_with_gradient(samples)
-    kept = samples.select(list(rows))
-    indices = tuple(group.index for group in groups)
+    if not keep_zero_advantage:
+        samples = samples.select(_rows_with_gradient(samples))
+    return split_samples(samples, num_ranks, tuple(group.index for group in groups))
+
+
+def split_samples(samples: Samples, num_ranks: int, group_indices: tuple[int, ...] = ()) -> list[Share]:
+    """Cut samples into one share for each rank, even in tokens."""
     return [
         Share(
-            samples=kept.select(share) if share else None,
-            num_loss_tokens=kept.num_loss_tokens,
-            group_indices=indices,
+            samples=samples.select(share) if share else None,
+            num_loss_tokens=samples.num_loss_tokens,
+            group_indices=group_indices,
         )
-        for share in partition(kept.lengths.tolist(), num_ranks)
+        for share in partition(samples.lengths.tolist(), num_ranks)
     ]
 
 

@@ -43,3 +43,16 @@ class CheckpointSettings:
         0, "write a Hugging Face folder each time this many steps are done; 0: only at the end", unit="steps", low=0
     )
     keep: int = setting(3, "newest checkpoints to keep", low=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftSettings:
+    """Keys under `sft`: supervised fine-tuning on demonstrations."""
+
+    data: str = setting("", "a .jsonl file of prompt and completion; empty: the task's own prompts and answers")
+    steps: int = setting(300, "optimiser steps", unit="steps", low=1)
+    batch_samples: int = setting(64, "demonstrations of one step", low=1)
+    lr: float = setting(1e-3, "learning rate after warm-up", low=0.0)
+    warmup_steps: int = setting(20, "steps of linear warm-up", unit="steps", low=0)
+    min_lr_factor: float = setting(0.2, "share of lr that the linear decay ends at", low=0.0, high=1.0)
+    output: str = setting("", "folder to write the model to; empty: runs/sft-<time>/model")

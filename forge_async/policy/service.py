@@ -27,8 +27,8 @@ class ServiceStats:
     steps: int = 0
     tokens: int = 0
     """Tokens of finished completions."""
-    swap_s: list[float] = field(default_factory=list)
-    """Seconds of each swap during which no step ran."""
+    swaps: list[tuple[int, float]] = field(default_factory=list)
+    """(step of the version, wall clock of the end of its first engine step) of each swap that has made tokens."""
     spans: list[tuple[str, str, float, float]] = field(default_factory=list)
     """(name, category, start, duration) in seconds of the wall clock, for the trace."""
 
@@ -58,6 +58,8 @@ class RequestService:
         self._loop_task: asyncio.Task[None] | None = None
         self._stats = ServiceStats()
         self._error: BaseException | None = None
+        self._unproven: int | None = None
+        """Step of a version that was swapped in and has made no token yet."""
 
     async def start(self) -> None:
         """Build the engine and begin serving."""
@@ -157,7 +159,10 @@ class RequestService:
     def _turn(self, requests: list[GenerationRequest], commands: list) -> tuple[list, list[GenerationResult]]:
         """One turn on the engine's thread: commands, new requests, one step."""
         assert self._engine is not None
+        before = self._engine.version
         answers = [(future, *_attempt(command, self._engine)) for command, future in commands]
+        if self._engine.version != before:
+            self._unproven = self._engine.version.step
         if requests:
             self._engine.add(requests)
         if not self._engine.num_unfinished():
@@ -167,6 +172,9 @@ class RequestService:
         duration = time.perf_counter() - start
         self._stats.busy_s += duration
         self._stats.steps += 1
+        if self._unproven is not None:
+            self._stats.swaps.append((self._unproven, wall + duration))
+            self._unproven = None
         self._note_span(wall, duration)
         return answers, results
 

@@ -26,6 +26,11 @@ class AsyncSettings:
     window: int = setting(
         1, "W: how far the learner may look past a straggling group; 1 is strict order", unit="groups", low=1
     )
+    order: str = setting(
+        "windowed_fifo",
+        "which ready group goes first: fifo (strict), or inside the window by admission or the freshest",
+        choices=("fifo", "windowed_fifo", "freshest"),
+    )
     publish_every: int = setting(1, "learner steps between publications of the weights", unit="steps", low=1)
     swap: str = setting("keep_kv", "what happens to requests in flight when weights arrive", choices=SWAP_MODES)
     on_stale: str = setting(

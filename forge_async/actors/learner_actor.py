@@ -1,0 +1,183 @@
+"""One learner rank: takes its share of a batch from the replay actor, steps, publishes its shards."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from forge_async.actors.forge_actor import ActorHandle, ForgeActor, concurrent_endpoint
+from forge_async.core.errors import LearnerError
+from forge_async.core.records import Samples
+from forge_async.core.versions import PolicyVersion
+from forge_async.learner.batch import split_samples
+from forge_async.learner.ports import StepResult
+from forge_async.learner.settings import LearnerSettings, ObjectiveSettings, OptimizerSettings
+from forge_async.observe.process_stats import own_stats
+from forge_async.pipeline.ports import LearnerStep, Spans
+from forge_async.weights.manifest import Manifest, Shard
+
+if TYPE_CHECKING:
+    from forge_async.backends.titan_learner import TitanLearner
+    from forge_async.weights.plane import WeightPlane
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerPlan:
+    """All that a learner rank is built from."""
+
+    model_folder: str
+    learner: LearnerSettings
+    optimizer: OptimizerSettings
+    objective: ObjectiveSettings | None
+    """None trains by cross-entropy on demonstrations."""
+    correction: str
+    total_steps: int
+    seed: int
+    temperature: float
+    publish_dtype: str
+
+
+class LearnerActor(ForgeActor):
+    """Rank of an SPMD mesh. Torch work runs on one thread, so that the actor stays free to publish meanwhile."""
+
+    def __init__(self, plan: LearnerPlan) -> None:
+        self._plan = plan
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
+        self._learner: TitanLearner | None = None
+        self._plane: WeightPlane | None = None
+        self._replay: ActorHandle | None = None
+        self._snapshots: dict[PolicyVersion, tuple[tuple[Shard, ...], Any]] = {}
+
+    async def setup(self) -> None:
+        await self._run(self._build)
+
+    async def teardown(self) -> None:
+        if self._learner is not None:
+            await self._run(self._learner.close)
+
+    @concurrent_endpoint
+    async def connect(self, store_handle: bytes, replay: ActorHandle) -> PolicyVersion:
+        """Join the weight store and the replay actor; returns the version of the loaded model."""
+        from forge_async.backends.torchstore_store import TorchstoreStore
+        from forge_async.weights.plane import WeightPlane
+
+        self._plane = WeightPlane(TorchstoreStore(store_handle))
+        self._replay = replay
+        return self._rank.version
+
+    @concurrent_endpoint
+    async def step(self, step: int, snapshot: bool, deadline_s: float) -> LearnerStep:
+        """Take the batch of `step`, train on this rank's share, and copy out the parameters if `snapshot`."""
+        learner = self._rank
+        if self._replay is None:
+            raise LearnerError("The learner is not connected to the replay actor.")
+        begun = time.time()
+        share, batch = await self._replay.take_share.call_one(step, learner.batch_rank, learner.batch_ranks, deadline_s)
+        taken = time.time()
+        result = await self._run(lambda: learner.train(share))
+        trained = time.time()
+        if snapshot:
+            self._snapshots[learner.version] = await self._run(learner.snapshot)
+        ended = time.time()
+        own = own_stats()
+        spans: Spans = (
+            ("wait for batch", "wait", begun, taken - begun, None),
+            ("train", "work", taken, trained - taken, None),
+            ("snapshot", "work", trained, ended - trained, None),
+        )
+        return LearnerStep(
+            result=result,
+            batch=batch,
+            wait_data_s=taken - begun,
+            snapshot_s=ended - trained,
+            snapshot_bytes=sum(blob.numel() for _, blob in self._snapshots.values()),
+            spans=spans if snapshot else spans[:2],
+            rss_bytes=own.rss_bytes,
+            cpu_s=own.cpu_s,
+        )
+
+    @concurrent_endpoint
+    async def train(self, samples: Samples) -> StepResult:
+        """Train on this rank's share of `samples`, which every rank is given whole. Call on all ranks."""
+        learner = self._rank
+        share = split_samples(samples, learner.batch_ranks)[learner.batch_rank]
+        return await self._run(lambda: learner.train(share))
+
+    @concurrent_endpoint
+    async def snapshot(self) -> PolicyVersion:
+        """Copy out the parameters as they are, to be staged; returns their version."""
+        self._snapshots[self._rank.version] = await self._run(self._rank.snapshot)
+        return self._rank.version
+
+    @concurrent_endpoint
+    async def stage(self, version: PolicyVersion) -> tuple[Shard, ...]:
+        """Put this rank's shards of a snapshot into the store, and let go of the snapshot."""
+        shards, blob = self._snapshots.pop(version)
+        await self._weights.stage(version, self._rank.rank, blob)
+        return shards
+
+    @concurrent_endpoint
+    async def commit(self, manifest: Manifest) -> None:
+        """Make a version readable, after every rank has staged it. Called on one rank."""
+        await self._weights.commit(manifest)
+
+    @concurrent_endpoint
+    async def retire(self, version: PolicyVersion) -> None:
+        """Delete a version from the store. Called on one rank."""
+        await self._weights.retire(version)
+
+    @concurrent_endpoint
+    async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """float32 [T - 1] for each sequence: log-probability of each token after the first. Call on all ranks."""
+        return await self._run(lambda: self._rank.score(token_ids))
+
+    @concurrent_endpoint
+    async def save(self, folder: str) -> None:
+        """Write a Hugging Face folder. Call on all ranks."""
+        await self._run(lambda: self._rank.save(Path(folder)))
+
+    @concurrent_endpoint
+    async def digest(self) -> str:
+        """sha256 of the parameters. Call on all ranks."""
+        return await self._run(self._rank.digest)
+
+    @property
+    def _rank(self) -> TitanLearner:
+        if self._learner is None:
+            raise LearnerError("The learner is not set up.")
+        return self._learner
+
+    @property
+    def _weights(self) -> WeightPlane:
+        if self._plane is None:
+            raise LearnerError("The learner is not connected to the weight store.")
+        return self._plane
+
+    def _build(self) -> None:
+        from forge_async.backends.titan_learner import TitanLearner
+        from forge_async.learner.losses import cross_entropy_loss, objective_loss
+
+        plan = self._plan
+        loss = objective_loss(plan.objective, plan.correction) if plan.objective else cross_entropy_loss
+        self._learner = TitanLearner(
+            Path(plan.model_folder),
+            loss=loss,
+            learner=plan.learner,
+            optimizer=plan.optimizer,
+            total_steps=plan.total_steps,
+            seed=plan.seed,
+            temperature=plan.temperature,
+            publish_dtype=plan.publish_dtype,
+        )
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -1,0 +1,136 @@
+"""One policy replica: a vLLM engine behind the request service, pulling its own weights."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from forge_async.actors.forge_actor import ForgeActor, concurrent_endpoint
+from forge_async.core.errors import PolicyError
+from forge_async.core.versions import PolicyVersion
+from forge_async.observe.process_stats import own_stats
+from forge_async.pipeline.ports import Pull, ReplicaStats
+from forge_async.policy.ports import Engine, GenerationRequest, GenerationResult
+from forge_async.policy.service import RequestService, Ticket
+from forge_async.policy.settings import PolicySettings
+from forge_async.weights.fingerprint import check_fingerprint
+from forge_async.weights.manifest import Manifest
+from forge_async.weights.packing import unpack
+from forge_async.weights.settings import WeightsSettings
+
+if TYPE_CHECKING:
+    from forge_async.weights.plane import WeightPlane
+
+
+class PolicyActor(ForgeActor):
+    """Serves tokens of the newest version that it has pulled whole."""
+
+    def __init__(
+        self,
+        name: str,
+        model_folder: str,
+        policy: PolicySettings,
+        weights: WeightsSettings,
+        start_version: PolicyVersion,
+        seed: int,
+    ) -> None:
+        self._name, self._model_folder = name, model_folder
+        self._policy, self._weights = policy, weights
+        self._start_version, self._seed = start_version, seed
+        self._service = RequestService(self._build_engine)
+        self._tickets: dict[int, Ticket] = {}
+        self._numbers = itertools.count()
+        self._plane: WeightPlane | None = None
+        self._built: dict[str, float] = {}
+
+    async def setup(self) -> None:
+        await self._service.start()
+
+    async def teardown(self) -> None:
+        await self._service.close()
+
+    @concurrent_endpoint
+    async def connect(self, store_handle: bytes) -> dict[str, float]:
+        """Join the weight store; returns how long the parts of the start took, in seconds by name."""
+        from forge_async.backends.torchstore_store import TorchstoreStore
+        from forge_async.weights.plane import WeightPlane
+
+        self._plane = WeightPlane(TorchstoreStore(store_handle))
+        return self._built
+
+    @concurrent_endpoint
+    async def submit(self, requests: Sequence[GenerationRequest]) -> int:
+        """Queue requests that belong together; returns a ticket for `collect`."""
+        ticket = next(self._numbers)
+        self._tickets[ticket] = self._service.submit(requests)
+        return ticket
+
+    @concurrent_endpoint
+    async def collect(self, ticket: int, linger_s: float) -> tuple[list[GenerationResult], bool]:
+        """Finished requests of a ticket (one, and more that come within `linger_s`), and whether none is left."""
+        if ticket not in self._tickets:
+            raise PolicyError(f"{self._name} knows no ticket {ticket}: it was collected to its end, or never given.")
+        results, done = await self._service.collect(self._tickets[ticket], linger_s)
+        if done:
+            del self._tickets[ticket]
+        return results, done
+
+    @concurrent_endpoint
+    async def pull(self, version: PolicyVersion) -> Pull:
+        """Fetch a version and swap it in between two engine steps, requests in flight or not.
+
+        Raises WeightsError when it cannot be read whole (the replica goes on with what it has), FingerprintError when
+        what it would serve is not what was published.
+        """
+        if self._plane is None:
+            raise PolicyError(f"{self._name} is not connected to the weight store.")
+        started_s, begun = time.time(), time.perf_counter()
+        manifest, blobs = await self._plane.read(version)
+        weights = unpack(manifest, blobs)
+        fetch_s = time.perf_counter() - begun
+        pause_s = await self._service.between_steps(lambda engine: self._swap(engine, manifest, weights))
+        assembled = sum(shard.num_bytes for shard in manifest.shards if shard.shape != shard.global_shape)
+        return Pull(
+            version=version,
+            fetch_s=fetch_s,
+            pause_s=pause_s,
+            num_bytes=manifest.num_bytes,
+            held_bytes=manifest.num_bytes + assembled,
+            started_s=started_s,
+        )
+
+    @concurrent_endpoint
+    async def score(self, token_ids: np.ndarray) -> tuple[PolicyVersion, np.ndarray]:
+        """The served version, and float32 [T - 1], its log-probability of each token after the first."""
+        return await self._service.between_steps(lambda engine: (engine.version, engine.score(token_ids)))
+
+    @concurrent_endpoint
+    async def stats(self) -> ReplicaStats:
+        """What happened since the last call."""
+        kv_usage = await self._service.between_steps(lambda engine: engine.kv_usage())
+        own = own_stats()
+        return ReplicaStats(
+            service=self._service.take_stats(), kv_usage=kv_usage, rss_bytes=own.rss_bytes, cpu_s=own.cpu_s
+        )
+
+    def _build_engine(self) -> Engine:
+        from forge_async.backends.vllm_engine import VllmEngine
+
+        engine = VllmEngine(self._model_folder, self._policy, self._start_version, self._seed)
+        self._built = {"import_s": engine.import_s, "build_s": engine.build_s}
+        # What start-up left behind stays for good: without this the collector walks it every few engine steps.
+        gc.collect()
+        gc.freeze()
+        return engine
+
+    def _swap(self, engine: Engine, manifest: Manifest, weights: dict[str, Any]) -> float:
+        begun = time.perf_counter()
+        engine.load(weights, manifest.version)
+        if self._weights.verify:
+            check_fingerprint(manifest, engine.read, self._name)
+        return time.perf_counter() - begun

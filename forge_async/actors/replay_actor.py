@@ -1,0 +1,172 @@
+"""The one owner of the ledger: a shell that lets callers wait for room and for batches."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from forge_async.actors.forge_actor import ForgeActor, concurrent_endpoint
+from forge_async.core.errors import StallError
+from forge_async.core.records import Group
+from forge_async.learner.batch import Share, split_batch
+from forge_async.replay.admission import Admission, Prompts
+from forge_async.replay.journal import Journal
+from forge_async.replay.settings import AsyncSettings
+from forge_async.replay.state import ReplayState
+
+T = TypeVar("T")
+
+
+class ReplayActor(ForgeActor):
+    """Every call is quick or waits on one condition, with a deadline that its caller sets."""
+
+    def __init__(
+        self,
+        settings: AsyncSettings,
+        *,
+        groups_per_step: int,
+        num_steps: int,
+        prompts: Prompts,
+        tokens_guess: int,
+        journal_path: str,
+        keep_zero_advantage: bool,
+    ) -> None:
+        self._make_state: Callable[[], ReplayState] = lambda: ReplayState(
+            settings=settings,
+            groups_per_step=groups_per_step,
+            prompts=prompts,
+            tokens_guess=tokens_guess,
+            journal=Journal.open(Path(journal_path)) if journal_path else None,
+        )
+        self._keep_zero_advantage = keep_zero_advantage
+        self._shares: tuple[int, list[Share], dict[str, Any]] | None = None
+
+    async def setup(self) -> None:
+        self._state = self._make_state()
+        self._changed = asyncio.Condition()
+
+    async def teardown(self) -> None:
+        await self.closing("the run ended")
+
+    @concurrent_endpoint
+    async def admit(self, replica: str, max_groups: int, deadline_s: float) -> list[Admission]:
+        """Groups for a replica to make, at least one; none only when the run is closed.
+
+        Raises StallError after `deadline_s` seconds, saying what stands in the way.
+        """
+        return await self._when(
+            lambda: self._state.admit(replica, max_groups),
+            lambda admissions: bool(admissions) or self._state.ledger.closed,
+            deadline_s,
+            lambda: (
+                f"Replica {replica} was given no group for {deadline_s:g} s: {self._state.why_no_admission(replica)}."
+            ),
+        )
+
+    @concurrent_endpoint
+    async def put(self, groups: Sequence[Group]) -> None:
+        """Take in scored groups."""
+        await self._do(lambda: self._state.put(groups))
+
+    @concurrent_endpoint
+    async def end(self, index: int, outcome: str, reason: str, attempt: int) -> None:
+        """End a group without training on it."""
+        await self._do(lambda: self._state.end(index, outcome, reason, attempt))
+
+    @concurrent_endpoint
+    async def take_share(
+        self, step: int, batch_rank: int, batch_ranks: int, deadline_s: float
+    ) -> tuple[Share, dict[str, Any]]:
+        """A learner rank's share of the batch of `step`, and a small record of the whole batch.
+
+        Raises StallError after `deadline_s` seconds, saying which groups are missing.
+        """
+        groups = await self._when(
+            lambda: self._state.take(step),
+            lambda batch: batch is not None,
+            deadline_s,
+            lambda: f"The learner waited {deadline_s:g} s for a batch: {self._state.why_no_batch()}.",
+        )
+        if self._shares is None or self._shares[0] != step:
+            assert groups is not None
+            shares = split_batch(groups, batch_ranks, keep_zero_advantage=self._keep_zero_advantage)
+            computed = sum(share.samples.num_tokens for share in shares if share.samples)
+            self._shares = (step, shares, _describe(groups, self._state) | {"tokens/computed": computed})
+        return self._shares[1][batch_rank], self._shares[2]
+
+    @concurrent_endpoint
+    async def trained(self, step: int) -> None:
+        """Step `step` is done."""
+        await self._do(lambda: self._state.trained(step))
+
+    @concurrent_endpoint
+    async def published(self, step: int) -> None:
+        """Version `step` can be pulled."""
+        await self._do(lambda: self._state.published(step))
+
+    @concurrent_endpoint
+    async def pulled(self, replica: str, step: int) -> None:
+        """A replica serves version `step`."""
+        await self._do(lambda: self._state.pulled(replica, step))
+
+    @concurrent_endpoint
+    async def add_replica(self, replica: str, step: int) -> None:
+        """A replica that serves version `step` may be given groups."""
+        await self._do(lambda: self._state.add_replica(replica, step))
+
+    @concurrent_endpoint
+    async def state(self) -> dict[str, float]:
+        """Figures under the names of metrics.jsonl."""
+        return self._state.state()
+
+    @concurrent_endpoint
+    async def close(self, reason: str) -> dict[str, float]:
+        """Cancel what has not ended; everybody who waits is let go. Returns the final figures."""
+        await self.closing(reason)
+        return self._state.state()
+
+    async def closing(self, reason: str) -> None:
+        """`close`, for the actor itself."""
+        await self._do(lambda: self._state.close(reason))
+
+    async def _do(self, change: Callable[[], T]) -> T:
+        """Make a change and wake those who wait for one."""
+        async with self._changed:
+            result = change()
+            self._changed.notify_all()
+            return result
+
+    async def _when(
+        self, attempt: Callable[[], T], done: Callable[[T], bool], timeout_s: float, stalled: Callable[[], str]
+    ) -> T:
+        """Try again after each change until `done`."""
+        deadline = time.monotonic() + timeout_s
+        async with self._changed:
+            while not done(result := attempt()):
+                try:
+                    await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
+                except TimeoutError:
+                    raise StallError(stalled()) from None
+            self._changed.notify_all()
+            return result
+
+
+def _describe(groups: Sequence[Group], state: ReplayState) -> dict[str, Any]:
+    """What the run's records want to know of a batch."""
+    rewards = np.concatenate([group.rewards for group in groups])
+    return {
+        "indices": [group.index for group in groups],
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/zero_variance_fraction": float(
+            np.mean([group.rewards.min() == group.rewards.max() for group in groups])
+        ),
+        "tokens/batch": int(sum(group.samples.num_tokens for group in groups)),
+        "taken_s": time.time(),
+        **state.state(),
+    }

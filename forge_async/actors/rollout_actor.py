@@ -1,0 +1,172 @@
+"""A rollout worker: prompts, turns and rewards for groups, on whichever replica it is told to use."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forge_async.actors.forge_actor import ActorHandle, ForgeActor, concurrent_endpoint
+from forge_async.core.errors import ForgeError
+from forge_async.core.records import Prompt
+from forge_async.observe.process_stats import own_stats
+from forge_async.pipeline.evaluate import evaluate
+from forge_async.pipeline.make_groups import GroupMaker, MadeGroup
+from forge_async.pipeline.ports import Admission, GroupRecord, WorkerReport
+from forge_async.policy.ports import GenerationRequest, GenerationResult, Sampling
+from forge_async.policy.settings import SamplingSettings
+from forge_async.prompt.ports import PromptSource, Renderer
+from forge_async.prompt.settings import TaskSettings
+from forge_async.reward.pool import ProcessRewardPool
+from forge_async.reward.settings import AdvantageSettings
+from forge_async.rollout.settings import RolloutSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutPlan:
+    """All that a rollout worker is built from."""
+
+    model_folder: str
+    prompts: str
+    """A .jsonl file, or "" for the task's own."""
+    task: TaskSettings
+    reward: str
+    """Reference of the reward function, or "" for the task's own."""
+    reward_timeout_s: float
+    sampling: SamplingSettings
+    advantage: AdvantageSettings
+    rollout: RolloutSettings
+    group_size: int
+    seed: int
+
+
+class RolloutActor(ForgeActor):
+    """Makes groups and hands them to the replay actor; tokens never pass through the controller."""
+
+    def __init__(self, plan: RolloutPlan) -> None:
+        self._plan = plan
+        self._replicas: dict[str, _RemotePolicy] = {}
+        self._replay: ActorHandle | None = None
+        self._evaluator: ProcessRewardPool | None = None
+
+    async def setup(self) -> None:
+        from forge_async.backends.tasks import open_task
+
+        plan = self._plan
+        task = open_task(plan.model_folder, plan.task, prompts=plan.prompts, reward=plan.reward, seed=plan.seed)
+        self._source: PromptSource = task.source
+        self._renderer: Renderer = task.renderer
+        self._sampling = Sampling(
+            max_new_tokens=plan.sampling.max_new_tokens,
+            temperature=plan.sampling.temperature,
+            top_p=plan.sampling.top_p,
+            top_k=plan.sampling.top_k,
+            stop_token_ids=task.renderer.stop_token_ids,
+        )
+        self._rewards = ProcessRewardPool(
+            task.reward, num_workers=plan.rollout.reward_workers, timeout_s=plan.reward_timeout_s
+        )
+        if task.exact:
+            self._evaluator = ProcessRewardPool(task.exact, timeout_s=plan.reward_timeout_s)
+        await asyncio.gather(self._rewards.start(), *([self._evaluator.start()] if self._evaluator else []))
+        self._maker = GroupMaker(
+            source=self._source,
+            renderer=self._renderer,
+            rewards=self._rewards,
+            sampling=self._sampling,
+            group_size=plan.group_size,
+            run_seed=plan.seed,
+            advantage=plan.advantage,
+            rollout=plan.rollout,
+        )
+
+    async def teardown(self) -> None:
+        await self._rewards.close()
+        if self._evaluator is not None:
+            await self._evaluator.close()
+
+    @concurrent_endpoint
+    async def source(self) -> tuple[str, int]:
+        """The prompt source's name and the size of its epoch."""
+        return self._source.name, len(self._source)
+
+    @concurrent_endpoint
+    async def connect(self, replicas: dict[str, ActorHandle], replay: ActorHandle) -> None:
+        """Learn who generates and who keeps groups."""
+        self._replicas = {name: _RemotePolicy(handle) for name, handle in replicas.items()}
+        self._replay = replay
+
+    @concurrent_endpoint
+    async def make(self, admissions: Sequence[Admission], replica: str) -> list[GroupRecord]:
+        """Make groups on a replica, hand them over as they are done, and return a small record of each."""
+        if self._replay is None:
+            raise ForgeError("The rollout worker is not connected.")
+        records: list[GroupRecord] = []
+        async for batch in self._maker.make(admissions, self._replicas[replica]):
+            for made in batch:
+                if made.filtered:
+                    await self._replay.end.call_one(made.group.index, "filtered", made.filtered, made.attempt)
+            if keep := [made.group for made in batch if not made.filtered]:
+                await self._replay.put.call_one(keep)
+            records += [_record(made, replica) for made in batch]
+        return records
+
+    @concurrent_endpoint
+    async def evaluate(self, num_prompts: int, replica: str, name: str) -> tuple[float, list[int]]:
+        """Mean greedy score on held-out prompts, and the steps of the versions that answered."""
+        prompts: list[Prompt] = self._source.held_out(num_prompts)
+        if not prompts:
+            return float("nan"), []
+        score, steps = await evaluate(
+            prompts,
+            self._replicas[replica],
+            renderer=self._renderer,
+            scorer=self._evaluator or self._rewards,
+            sampling=self._sampling,
+            name=name,
+        )
+        return score, sorted(steps)
+
+    @concurrent_endpoint
+    async def stats(self) -> WorkerReport:
+        """What happened since the last call."""
+        stats, own = self._maker.take_stats(), own_stats()
+        return WorkerReport(
+            score_s=stats.score_s,
+            spans=tuple((*span, None) for span in stats.spans),
+            rss_bytes=own.rss_bytes,
+            cpu_s=own.cpu_s,
+        )
+
+
+class _RemotePolicy:
+    """A replica's actor as a PolicyClient."""
+
+    def __init__(self, handle: ActorHandle) -> None:
+        self._handle = handle
+
+    async def submit(self, requests: Sequence[GenerationRequest]) -> int:
+        return await self._handle.submit.call_one(requests)
+
+    async def collect(self, ticket: int, linger_s: float) -> tuple[list[GenerationResult], bool]:
+        return await self._handle.collect.call_one(ticket, linger_s)
+
+
+def _record(made: MadeGroup, replica: str) -> GroupRecord:
+    steps = made.group.samples.versions.steps
+    sampled = steps[steps >= 0]
+    return GroupRecord(
+        index=made.group.index,
+        prompt_id=str(made.group.prompt_id),
+        replica=replica,
+        filtered=made.filtered,
+        generated_s=made.generated_s,
+        scored_s=made.scored_s,
+        num_tokens=made.group.samples.num_tokens,
+        completion_tokens=made.num_tokens,
+        versions=(int(sampled.min()), int(sampled.max())) if sampled.size else (0, 0),
+        reward_mean=float(made.group.rewards.mean()),
+        prompt=made.prompt_text,
+        completion=made.completions[0],
+        reward=float(made.group.rewards[0]),
+    )

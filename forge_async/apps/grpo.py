@@ -1,0 +1,93 @@
+"""`python -m forge_async.apps.grpo [--config FILE ...] [key=value ...]`: train with GRPO on the real stack."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+from forge_async.apps.exit import DONE, FAILED, INTERRUPTED, guarded_main, show_traceback
+from forge_async.config import Config, load
+from forge_async.config.help import help_text
+from forge_async.core.errors import one_sentence
+from forge_async.observe.progress import Progress
+from forge_async.observe.report import write_report
+from forge_async.observe.run_directory import RunDirectory, default_path
+from forge_async.observe.summary import RunFacts, write_summary
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns its exit code: 0 done, 1 failed, 2 bad usage or configuration, 130 interrupted."""
+    begun_s = time.time() - time.process_time()
+    return guarded_main(lambda: _main(sys.argv[1:] if argv is None else argv, begun_s))
+
+
+def _main(argv: Sequence[str], begun_s: float) -> int:
+    config, options = load(argv)
+    if options.help:
+        print(help_text("grpo"))
+        return DONE
+    if options.dry_run:
+        from forge_async.runtime.dry_run import describe
+
+        print(describe(config))
+        return DONE
+    return _train(config, begun_s)
+
+
+def _train(config: Config, begun_s: float) -> int:
+    from forge_async.runtime.launch import Launch
+    from forge_async.runtime.model_folder import resolve_model
+
+    model_folder = resolve_model(config)
+    path = config.run.dir or str(default_path("grpo"))
+    config = config.replace({"run.dir": path})
+    directory = RunDirectory.create(
+        path, resume=config.run.resume, overwrite=config.run.overwrite, config=config.to_yaml()
+    )
+    bound = config.asynchrony.max_staleness if config.asynchrony.buffer != "stream" else None
+    progress = Progress(config.root.steps, sys.stdout, mode=config.run.progress, max_staleness=bound)
+    progress.say(f"run directory: {directory.path}")
+    launch = Launch(config, model_folder, directory, progress, begun_s)
+    status, error = _run(launch)
+    facts = RunFacts(
+        status=status,
+        error=error,
+        wall_s=time.time() - begun_s,
+        startup_s=launch.startup_s,
+        startup=launch.startup,
+        max_staleness=bound,
+        eval_before=launch.result.eval_before,
+        eval_after=launch.result.eval_after,
+        groups=launch.result.groups,
+        weights_sha256=launch.result.weights_sha256,
+    )
+    summary = write_summary(directory, facts)
+    progress.finish(summary, write_report(directory))
+    directory.close()
+    return {"completed": DONE, "failed": FAILED, "interrupted": INTERRUPTED}[status]
+
+
+def _run(launch: object) -> tuple[str, str | None]:
+    """Run to the end; returns the status and the cause of a failure in one sentence."""
+
+    async def interruptible() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        await launch.run()  # pyright: ignore[reportAttributeAccessIssue]
+
+    try:
+        asyncio.run(interruptible())
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return "interrupted", None
+    except Exception as error:  # noqa: BLE001 - the boundary: whatever failed is told by name and exit code
+        show_traceback(error)
+        return "failed", one_sentence(error)
+    return "completed", None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""What `task.*`, `prompts` and `reward` name, put together: a prompt source, a renderer, reward functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forge_async.backends.hf_renderer import HfRenderer
+from forge_async.core.errors import ConfigError
+from forge_async.prompt.ports import PromptSource, Renderer
+from forge_async.prompt.settings import TaskSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenTask:
+    """A task, ready to give prompts."""
+
+    source: PromptSource
+    renderer: Renderer
+    reward: str
+    """Reference of the reward function."""
+    exact: str
+    """Reference of the exact match for evaluation; "" where the reward function itself is used."""
+
+
+def open_task(model_folder: str, task: TaskSettings, *, prompts: str, reward: str, seed: int) -> OpenTask:
+    """Open the prompts and name the rewards of a run.
+
+    Args:
+        model_folder: whose tokenizer and chat template render the prompts.
+        task: settings.
+        prompts: a .jsonl file, or "" for the task's own prompts.
+        reward: reference of the user's reward function, or "" for the task's own.
+        seed: the run's.
+
+    Raises ConfigError when they cannot be used together.
+    """
+    renderer = HfRenderer(model_folder, chat=task.chat)
+    if prompts:
+        from forge_async.prompt.sources import JsonlSource
+
+        if not reward:
+            raise ConfigError(f"prompts={prompts} needs a reward; give reward=file.py:function.")
+        source = JsonlSource(prompts, renderer, seed=seed, held_out_fraction=task.held_out_fraction, system=task.system)
+        return OpenTask(source=source, renderer=renderer, reward=reward, exact="")
+    from forge_async.backends.reasoning_gym_task import EXACT, SCORE, ReasoningGymSource
+
+    source = ReasoningGymSource(
+        task.name,
+        renderer,
+        options=task.options,
+        seed=seed,
+        num_prompts=task.num_prompts,
+        held_out_fraction=task.held_out_fraction,
+        system=task.system,
+    )
+    return OpenTask(source=source, renderer=renderer, reward=reward or SCORE, exact="" if reward else EXACT)

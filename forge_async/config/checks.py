@@ -1,0 +1,243 @@
+"""Combinations that cannot run, each refused in one sentence that names the keys, their values and the remedy.
+
+`check` raises the first; `problems` yields all. What lies on disk is looked at in `checks_disk.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from forge_async.config.checks_disk import DISK_CHECKS
+from forge_async.config.not_built import NOT_BUILT
+from forge_async.config.presets import PRESETS
+from forge_async.config.schema import Config
+from forge_async.core.errors import ConfigError
+from forge_async.replay.bound import effective
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError with the first problem of `config`, which is whole and within its ranges."""
+    for problem in problems(config):
+        raise ConfigError(problem)
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Yield a sentence for everything that keeps `config` from running: not built, impossible, not on disk."""
+    for test in (*(item.problem for item in NOT_BUILT), *CHECKS, *DISK_CHECKS):
+        try:
+            problem = test(config)
+        except OSError as error:  # a name too long, a folder that may not be looked into
+            problem = f"{error.filename} cannot be reached ({error.strerror}); give another path."
+        if problem:
+            yield problem
+
+
+def preset_is_kept(config: Config) -> str | None:
+    """`async.buffer` and a dial that it sets say the same."""
+    for key, value in PRESETS.get(config.asynchrony.buffer, {}).items():
+        given = config.value(key)
+        if given != value:
+            buffer = config.asynchrony.buffer
+            return f"{key}={given} contradicts async.buffer={buffer}, which sets it to {value}; leave one of them out."
+    return None
+
+
+def age_is_corrected(config: Config) -> str | None:
+    """Old samples need importance weights."""
+    dials = config.asynchrony
+    if dials.max_staleness > 0 and dials.correction == "none" and not dials.force_uncorrected:
+        return (
+            f"async.correction=none with async.max_staleness={dials.max_staleness} would train on old samples as if "
+            "they were new; use async.correction=token_is, async.max_staleness=0 or async.force_uncorrected=true."
+        )
+    return None
+
+
+def dials_agree(config: Config) -> str | None:
+    """Staleness, window, order, publication and buffer leave room for a batch, by the replay room's own arithmetic."""
+    try:
+        effective(config.asynchrony, config.root.groups_per_step)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def parallel_divides(config: Config) -> str | None:
+    """Tensor and expert groups are cut out of the learner's ranks."""
+    learner = config.learner
+    for key, size in (("tensor", learner.tensor_parallel), ("expert", learner.expert_parallel)):
+        if learner.ranks % size:
+            return (
+                f"learner.{key}_parallel={size} does not divide learner.ranks={learner.ranks}; "
+                f"make learner.ranks a multiple of {size}."
+            )
+    return None
+
+
+def batch_divides(config: Config) -> str | None:
+    """Every data-parallel rank takes the same number of groups."""
+    groups, ranks = config.root.groups_per_step, config.learner.ranks // config.learner.tensor_parallel
+    if ranks and groups % ranks:
+        return (
+            f"groups_per_step={groups} cannot be shared equally by learner.ranks={config.learner.ranks}; "
+            f"use a multiple of {ranks}, such as groups_per_step={_round_up(groups, ranks)}."
+        )
+    return None
+
+
+def group_has_baseline(config: Config) -> str | None:
+    """An advantage is the reward minus the group's mean, which is 0 for a group of one."""
+    if config.root.group_size == 1:
+        return (
+            f"group_size=1 leaves advantage.scale={config.advantage.scale} nothing to compare a rollout with, "
+            "so that every advantage is 0; use group_size=2 or more."
+        )
+    return None
+
+
+def completion_fits(config: Config) -> str | None:
+    """The prompt needs room beside the completion."""
+    new, most = config.sampling.max_new_tokens, config.policy.max_model_tokens
+    if new >= most:
+        return (
+            f"sampling.max_new_tokens={new} leaves no room for a prompt in policy.max_model_tokens={most}; "
+            f"use policy.max_model_tokens={_round_up(2 * new, 32)} or so."
+        )
+    return None
+
+
+def block_fits(config: Config) -> str | None:
+    """The engine's attention takes blocks of 32 tokens' multiples on CPU, of 16's on GPU."""
+    block, on_gpu = config.policy.block_tokens, config.job.gpus_per_host > 0
+    unit, machine = (16, "a GPU") if on_gpu else (32, "CPU")
+    if block % unit:
+        remedy = f"use policy.block_tokens={_round_up(block, unit)}."
+        return f"policy.block_tokens={block} is no multiple of {unit}, as {machine} needs it; {remedy}"
+    return None
+
+
+def engine_step_fits(config: Config) -> str | None:
+    """An engine step decodes at least one token of each sequence."""
+    tokens, sequences = config.policy.max_batch_tokens, config.policy.max_sequences
+    if tokens < sequences:
+        return (
+            f"policy.max_batch_tokens={tokens} is below policy.max_sequences={sequences}, one token each; "
+            f"use policy.max_batch_tokens={sequences} or more."
+        )
+    return None
+
+
+def row_fits(config: Config) -> str | None:
+    """A micro-batch holds at least one packed row."""
+    row, batch = config.learner.row_tokens, config.learner.micro_batch_tokens
+    if row > batch:
+        return (
+            f"learner.row_tokens={row} is above learner.micro_batch_tokens={batch}, which holds whole rows; "
+            f"use learner.micro_batch_tokens={row} or more."
+        )
+    return None
+
+
+def held_out_exists(config: Config) -> str | None:
+    """An evaluation needs prompts that training does not see."""
+    prompts = config.eval.num_prompts
+    if prompts and config.task.held_out_fraction == 0:
+        return (
+            f"eval.num_prompts={prompts} with task.held_out_fraction=0 leaves no prompts to evaluate on; "
+            "use task.held_out_fraction=0.1 or so, or eval.num_prompts=0."
+        )
+    return None
+
+
+def hosts_exist(config: Config) -> str | None:
+    """Only a cluster has more hosts than this machine."""
+    job = config.job
+    for key, count in (("learner_hosts", job.learner_hosts), ("policy_hosts", job.policy_hosts)):
+        if count > 1 and job.kind in ("local", "process"):
+            return f"job.{key}={count} needs job.kind=slurm or kubernetes, but job.kind={job.kind}; use job.{key}=1."
+    return None
+
+
+def hosts_share_equally(config: Config) -> str | None:
+    """Each host of a mesh has the same number of processes."""
+    for key, count, hosts_key, hosts in (
+        ("learner.ranks", config.learner.ranks, "job.learner_hosts", config.job.learner_hosts),
+        ("policy.replicas", config.policy.replicas, "job.policy_hosts", config.job.policy_hosts),
+    ):
+        if count % hosts:
+            return (
+                f"{key}={count} cannot be shared equally by {hosts_key}={hosts}; use {key}={_round_up(count, hosts)}."
+            )
+    return None
+
+
+def gpus_suffice(config: Config) -> str | None:
+    """Each learner rank and each rank of an engine has a GPU of its own, when there are GPUs."""
+    job, learner = config.job, config.learner.ranks
+    policy = config.policy.replicas * config.policy.tensor_parallel
+    if job.gpus_per_host == 0:
+        return None
+    if job.kind in ("local", "process") and learner + policy > job.gpus_per_host:
+        return (
+            f"learner.ranks={learner} and {policy} engine ranks need {learner + policy} GPUs on this machine, but "
+            f"job.gpus_per_host={job.gpus_per_host}; use fewer learner.ranks or policy.replicas, or more GPUs."
+        )
+    for key, need, hosts_key, hosts in (
+        ("learner.ranks", learner, "job.learner_hosts", job.learner_hosts),
+        ("policy.replicas * policy.tensor_parallel", policy, "job.policy_hosts", job.policy_hosts),
+    ):
+        if need > hosts * job.gpus_per_host:
+            return (
+                f"{key}={need} is more than the GPUs of {hosts_key}={hosts} with "
+                f"job.gpus_per_host={job.gpus_per_host}; use {hosts_key}={-(-need // job.gpus_per_host)} or more."
+            )
+    return None
+
+
+def image_is_given(config: Config) -> str | None:
+    """Kubernetes starts containers."""
+    if config.job.kind == "kubernetes" and not config.job.image:
+        return "job.kind=kubernetes needs a container image; give job.image=registry/name:tag (see the Containerfile)."
+    return None
+
+
+def time_limit_reads(config: Config) -> str | None:
+    """Slurm's HH:MM:SS, with days before it if need be."""
+    limit = config.job.time_limit
+    if limit and not re.fullmatch(r"(\d+-)?\d{1,2}:\d{2}:\d{2}", limit):
+        return f"job.time_limit={limit} is not a time; write HH:MM:SS, such as job.time_limit=04:00:00."
+    return None
+
+
+def end_is_chosen(config: Config) -> str | None:
+    """A run directory is continued or deleted, not both."""
+    if config.run.resume and config.run.overwrite:
+        return "run.resume=true and run.overwrite=true contradict each other; leave one of them out."
+    return None
+
+
+CHECKS: tuple[Callable[[Config], str | None], ...] = (
+    preset_is_kept,
+    age_is_corrected,
+    dials_agree,
+    parallel_divides,
+    batch_divides,
+    group_has_baseline,
+    completion_fits,
+    block_fits,
+    engine_step_fits,
+    row_fits,
+    held_out_exists,
+    hosts_exist,
+    hosts_share_equally,
+    gpus_suffice,
+    image_is_given,
+    time_limit_reads,
+    end_is_chosen,
+)
+"""Checks of combinations, in the order in which they are told."""
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit

@@ -1,0 +1,56 @@
+"""What exists as a word but does not run yet: one table, which shrinks as features land."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from forge_async.config.schema import Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotBuilt:
+    """A key of which only some values work today. When a feature lands, its line here goes or grows."""
+
+    key: str
+    """Dotted key."""
+    allowed: tuple[Any, ...]
+    """Values that work."""
+    why: str = ""
+    """Reason, where it is not just time."""
+
+    def problem(self, config: Config) -> str | None:
+        """Return the sentence when `config` asks for what is not built."""
+        value = config.value(self.key)
+        if value in self.allowed:
+            return None
+        why, words = f" ({self.why})" if self.why else "", " or ".join(_word(item) for item in self.allowed)
+        return f"{self.key}={_word(value)} is not built yet{why}; use {self.key}={words}."
+
+
+NOT_BUILT: tuple[NotBuilt, ...] = (
+    NotBuilt(key="async.swap", allowed=("keep_kv",)),
+    NotBuilt(key="async.on_stale", allowed=("wait", "raise", "drop")),
+    NotBuilt(key="async.fresh_fraction", allowed=(0.0,)),
+    NotBuilt(key="weights.transport", allowed=("auto", "rpc")),
+    NotBuilt(key="objective.name", allowed=("grpo",)),
+    NotBuilt(key="sampling.top_p", allowed=(1.0,), why="the learner cannot renormalise over the kept tokens"),
+    NotBuilt(key="sampling.top_k", allowed=(0,), why="the learner cannot renormalise over the kept tokens"),
+    NotBuilt(key="policy.tensor_parallel", allowed=(1,)),
+    NotBuilt(key="learner.tensor_parallel", allowed=(1,)),
+    NotBuilt(key="learner.expert_parallel", allowed=(1,)),
+    NotBuilt(key="run.resume", allowed=(False,)),
+)
+"""The one list of what exists as a word but does not run yet."""
+
+UNBUILT_WORDS: dict[str, tuple[str, ...]] = {"async.max_staleness": ("auto",)}
+"""Words of keys whose type has no room for them yet."""
+
+
+def is_built(key: str, value: Any) -> bool:
+    """Whether `key=value` works today, so that a message may recommend it."""
+    return all(value in item.allowed for item in NOT_BUILT if item.key == key)
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,66 @@
+"""events.jsonl: the way of every group, written when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from forge_async.core.errors import ForgeError
+from forge_async.observe.jsonl import JsonlWriter, read_jsonl
+
+OUTCOMES = ("trained", "filtered", "failed", "expired", "cancelled")
+"""How a group may end; each admitted group ends exactly once (Law 1)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupEvent:
+    """One ended group. Times are seconds since the run began; None where the group never got that far."""
+
+    index: int
+    """Admission index."""
+    prompt_id: str
+    """source:epoch:index of the prompt."""
+    admitted_s: float
+    generated_s: float | None = None
+    scored_s: float | None = None
+    taken_s: float | None = None
+    ended_s: float
+    outcome: str
+    """One of OUTCOMES."""
+    reason: str = ""
+    """Why it was filtered, failed, expired or cancelled."""
+    versions: tuple[int, int] | None = None
+    """Steps of the oldest and the newest version that made its tokens."""
+    replica: str = ""
+    """The policy replica that generated it."""
+    num_tokens: int = 0
+    """Tokens of all its samples, prompts included."""
+    reward_mean: float | None = None
+    """Mean reward of its rollouts."""
+
+    def __post_init__(self) -> None:
+        if self.outcome not in OUTCOMES:
+            raise ForgeError(f"Group {self.index} cannot end as {self.outcome!r}: it is none of {', '.join(OUTCOMES)}.")
+
+
+class EventsLog:
+    """Appends ended groups to events.jsonl."""
+
+    def __init__(self, path: Path) -> None:
+        self._writer = JsonlWriter(path)
+
+    def write(self, events: Iterable[GroupEvent]) -> None:
+        """Append groups that ended; they are in the file when this returns."""
+        self._writer.write_many(asdict(event) for event in events)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The ended groups in order of admission; where a resumed run ended one again, its last ending counts."""
+    events = {int(event["index"]): event for event in read_jsonl(path) if isinstance(event.get("index"), int)}
+    return [events[index] for index in sorted(events)]

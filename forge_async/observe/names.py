@@ -1,0 +1,111 @@
+"""The names of a metrics row: one place for name, unit and meaning.
+
+A name's prefix is the room it speaks of. The names marked as always present are a promise to whoever reads
+`metrics.jsonl`; the others appear where they mean something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from forge_async.core.errors import ForgeError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """What a name of `metrics.jsonl` means."""
+
+    name: str
+    unit: str
+    """Unit of the number; "" for a plain number."""
+    meaning: str
+    """One line for people."""
+    required: bool
+    """True when every row has it."""
+
+
+METRICS: dict[str, Metric] = {}
+"""All names, in the order of the reference."""
+
+
+def _always(name: str, unit: str, meaning: str) -> str:
+    METRICS[name] = Metric(name=name, unit=unit, meaning=meaning, required=True)
+    return name
+
+
+def _sometimes(name: str, unit: str, meaning: str) -> str:
+    METRICS[name] = Metric(name=name, unit=unit, meaning=meaning, required=False)
+    return name
+
+
+STEP = _always("step", "steps", "learner step, from 1")
+TIME_S = _always("time_s", "s", "since the run began, at the end of the step")
+REWARD_MEAN = _always("reward/mean", "", "mean reward of the rollouts of the step's batch, before filters")
+REWARD_STD = _always("reward/std", "", "standard deviation of the same")
+LOSS = _always("loss", "", "loss of the step")
+GRAD_NORM = _always("grad_norm", "", "norm of the gradient, before clipping")
+TOKENS_TRAINED = _always("tokens/trained", "tokens", "tokens in this step's loss")
+TOKENS_GENERATED = _always("tokens/generated", "tokens", "tokens generated since the step before")
+STALENESS_MAX = _always("staleness/max", "versions", "age of the oldest token of the batch, queueing included")
+STALENESS_MEAN = _always("staleness/mean", "versions", "mean age of the batch's samples")
+STALENESS_P90 = _always("staleness/p90", "versions", "90th percentile of the age of the batch's samples")
+QUEUE_DEPTH = _always("queue/depth", "groups", "groups admitted and not yet taken")
+QUEUE_CAPACITY = _always("queue/capacity", "groups", "groups that the bound on staleness lets in at once")
+QUEUE_TOKENS = _always("queue/tokens", "tokens", "tokens of the groups that wait to be taken")
+GROUPS_TRAINED = _always("groups/trained", "groups", "groups that ended in this step's batch")
+GROUPS_FILTERED = _always("groups/filtered", "groups", "groups that a filter ended since the step before")
+GROUPS_FAILED = _always("groups/failed", "groups", "groups that failed since the step before")
+GROUPS_EXPIRED = _always("groups/expired", "groups", "groups dropped as too old since the step before")
+LEARNER_BUSY = _always("learner/busy_fraction", "", "share of the step's time that the learner trained")
+LEARNER_WAIT_DATA_S = _always("learner/wait_data_s", "s", "time that the learner waited for its batch")
+POLICY_BUSY = _always("policy/busy_fraction", "", "share of the step's time that the replicas generated, mean")
+WEIGHTS_PUBLISH_S = _always("weights/publish_s", "s", "time from the end of a step to its version whole in the store")
+WEIGHTS_PULL_S = _always("weights/pull_s", "s", "time that the slowest replica took to fetch and check a version")
+WEIGHTS_PAUSE_S = _always("weights/pause_s", "s", "longest time that a replica made no token because of a swap")
+WEIGHTS_LAG_S = _always("weights/lag_s", "s", "time from the end of a step to the first token of its version")
+WEIGHTS_BYTES = _always("weights/bytes", "bytes", "bytes that one version moved to the replicas")
+MISMATCH_KL = _always("mismatch/kl", "nats", "mean divergence of the sampler's and the learner's token probabilities")
+MISMATCH_LOGPROB_MAX = _always("mismatch/logprob_diff_max", "nats", "largest difference of a token's log-probability")
+CLIP_FRACTION = _always("ratio/clip_fraction", "", "share of the loss tokens whose importance ratio was clipped")
+RSS_BYTES = _always("memory/rss_bytes", "bytes", "resident memory of all processes; a process each below this name")
+SYNC_PEAK_BYTES = _always("memory/sync_peak_bytes", "bytes", "most extra memory of a weight sync; a process each below")
+
+STEP_S = _sometimes("step_s", "s", "wall time of the step, end to end")
+STAGE_GENERATION_S = _sometimes("stage/generation_s", "s", "time of the step in which the replicas generated")
+STAGE_SCORING_S = _sometimes("stage/scoring_s", "s", "time of the step in which rewards were computed")
+STAGE_TRAINING_S = _sometimes("stage/training_s", "s", "time of the step in which the learner trained")
+STAGE_WEIGHTS_S = _sometimes("stage/weights_s", "s", "time of the step in which weights travelled")
+REWARD_BUSY = _sometimes("reward/busy_fraction", "", "share of the step's time that the reward workers computed")
+GROUPS_CANCELLED = _sometimes("groups/cancelled", "groups", "groups cancelled since the step before")
+EVAL_SCORE = _sometimes("eval/score", "", "mean score on the held-out prompts, greedy")
+LEARNING_RATE = _sometimes("optimizer/lr", "", "learning rate of the step")
+COMPLETION_TOKENS = _sometimes("tokens/completion_mean", "tokens", "mean length of the batch's completions")
+TRUNCATED_FRACTION = _sometimes("tokens/truncated_fraction", "", "share of completions cut off by the token limit")
+
+REQUIRED = tuple(name for name, metric in METRICS.items() if metric.required)
+"""The names that every row has."""
+
+
+def missing_names(row: Mapping[str, object]) -> list[str]:
+    """The required names that a metrics row lacks, in the table's order."""
+    return [name for name in REQUIRED if name not in row]
+
+
+def check_row(row: Mapping[str, object]) -> None:
+    """Raise ForgeError naming the required metrics that `row` lacks."""
+    missing = missing_names(row)
+    if missing:
+        raise ForgeError(f"The metrics row of step {row.get(STEP, '?')} lacks {', '.join(missing)}.")
+
+
+def per_process(name: str, process: str) -> str:
+    """The name of one process's share of a metric, such as `memory/rss_bytes/learner_0`."""
+    return f"{name}/{process}"
+
+
+def markdown_table(metrics: Iterable[Metric] = tuple(METRICS.values())) -> str:
+    """The reference of names as a Markdown table, for `docs/observability.md`."""
+    lines = ["| name | unit | meaning | every row |", "|---|---|---|---|"]
+    lines += [f"| `{m.name}` | {m.unit} | {m.meaning} | {'yes' if m.required else ''} |" for m in metrics]
+    return "\n".join(lines)

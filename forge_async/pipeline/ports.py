@@ -1,0 +1,172 @@
+"""The remote ends that the pipeline's loops call, and what they answer. Actors implement them; tests put fakes there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from forge_async.core.records import PromptId
+from forge_async.core.versions import PolicyVersion
+from forge_async.learner.ports import StepResult
+from forge_async.policy.ports import GenerationRequest, GenerationResult
+from forge_async.policy.service import ServiceStats
+from forge_async.weights.manifest import Manifest, Shard
+
+Spans = tuple[tuple[str, str, float, float, dict[str, Any] | None], ...]
+"""(name, category, start, duration, arguments), wall clock in seconds, for the trace."""
+
+
+class Admission(Protocol):
+    """A group to be made: what the replay actor hands to a replica's loop."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def prompt_id(self) -> PromptId: ...
+    @property
+    def attempt(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRecord:
+    """What the controller learns of a group that was made: numbers and one text, never the tokens."""
+
+    index: int
+    prompt_id: str
+    replica: str
+    filtered: str
+    """Why it ended without being trained on, or ""."""
+    generated_s: float
+    """Wall clock of its last token."""
+    scored_s: float
+    """Wall clock of its last reward."""
+    num_tokens: int
+    """Tokens of all its samples, prompts included."""
+    completion_tokens: int
+    versions: tuple[int, int]
+    """Steps of the oldest and the newest version of its tokens."""
+    reward_mean: float
+    prompt: str
+    completion: str
+    """Its first rollout, as text."""
+    reward: float
+    """Of that rollout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerStep:
+    """A learner step, as one rank saw it."""
+
+    result: StepResult
+    batch: dict[str, Any]
+    """What the replay actor said of the batch."""
+    wait_data_s: float
+    """Seconds from asking for the batch to having this rank's share."""
+    snapshot_s: float
+    """Seconds of copying out the parameters; 0 when this version is not published."""
+    snapshot_bytes: int
+    spans: Spans
+    rss_bytes: int
+    cpu_s: float
+    """CPU seconds of the process since it began."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pull:
+    """How a version arrived at a replica."""
+
+    version: PolicyVersion
+    fetch_s: float
+    """Seconds from the request to having all bytes, with generation going on."""
+    pause_s: float
+    """Seconds between two engine steps, in which the weights were swapped and compared."""
+    num_bytes: int
+    """Bytes that travelled."""
+    held_bytes: int
+    """Most bytes held beside the engine's own weights meanwhile."""
+    started_s: float
+    """Wall clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStats:
+    """What a replica did since it was last asked."""
+
+    service: ServiceStats
+    kv_usage: float
+    rss_bytes: int
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReport:
+    """What a rollout worker did since it was last asked."""
+
+    score_s: float
+    spans: Spans
+    rss_bytes: int
+    cpu_s: float
+
+
+class PolicyClient(Protocol):
+    """One policy replica, from the side of whoever wants tokens."""
+
+    async def submit(self, requests: Sequence[GenerationRequest]) -> int:
+        """Queue requests together and return a ticket to collect them with."""
+        ...
+
+    async def collect(self, ticket: int, linger_s: float) -> tuple[list[GenerationResult], bool]:
+        """Finished requests of the ticket (at least one), and whether none is left."""
+        ...
+
+
+class Replica(Protocol):
+    """One policy replica, from the side of the loops."""
+
+    name: str
+
+    async def pull(self, version: PolicyVersion) -> Pull: ...
+    async def stats(self) -> ReplicaStats: ...
+    async def score(self, token_ids: np.ndarray) -> tuple[PolicyVersion, np.ndarray]: ...
+
+
+class Workers(Protocol):
+    """The rollout workers, as one."""
+
+    async def make(self, admissions: Sequence[Admission], replica: str) -> list[GroupRecord]:
+        """Make groups on a replica and hand them to the replay actor."""
+        ...
+
+    async def evaluate(self, num_prompts: int, replica: str, name: str) -> tuple[float, list[int]]:
+        """Mean greedy score on held-out prompts, and the steps of the versions that answered."""
+        ...
+
+    async def stats(self) -> list[WorkerReport]: ...
+
+
+class Replay(Protocol):
+    """The replay actor, from the side of the loops. Waits end with StallError after the run's step deadline."""
+
+    async def add_replica(self, replica: str, step: int) -> None: ...
+    async def admit(self, replica: str, max_groups: int) -> Sequence[Admission]: ...
+    async def trained(self, step: int) -> None: ...
+    async def published(self, step: int) -> None: ...
+    async def pulled(self, replica: str, step: int) -> None: ...
+    async def state(self) -> dict[str, float]: ...
+    async def close(self, reason: str) -> dict[str, float]: ...
+
+
+class Learner(Protocol):
+    """All learner ranks, as one."""
+
+    async def step(self, step: int, snapshot: bool) -> list[LearnerStep]: ...
+    async def snapshot(self) -> PolicyVersion: ...
+    async def stage(self, version: PolicyVersion) -> list[tuple[Shard, ...]]: ...
+    async def commit(self, manifest: Manifest) -> None: ...
+    async def retire(self, version: PolicyVersion) -> None: ...
+    async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]: ...
+    async def save(self, folder: str) -> None: ...
+    async def digest(self) -> str: ...

@@ -1,0 +1,64 @@
+"""The way of the weights: staged by every learner rank, committed, pulled by each replica, deleted when unread."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from forge_async.core.versions import PolicyVersion
+from forge_async.pipeline.ports import Learner, Pull, Replay, Replica
+from forge_async.weights.manifest import build_manifest
+from forge_async.weights.retention import Retention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """How a version became readable."""
+
+    version: PolicyVersion
+    started_s: float
+    """Wall clock."""
+    duration_s: float
+    num_bytes: int
+
+
+class Publisher:
+    """Publishes versions in order, and lets replicas wait for one that is newer than theirs."""
+
+    def __init__(self, learner: Learner, replay: Replay, keep_versions: int) -> None:
+        self._learner, self._replay = learner, replay
+        self._retention = Retention(keep_versions)
+        self._changed = asyncio.Condition()
+
+    async def publish(self, version: PolicyVersion) -> Publication:
+        """Make a snapshotted version readable, then delete what nobody needs any more."""
+        started_s, begun = time.time(), time.perf_counter()
+        manifest = build_manifest(version, await self._learner.stage(version))
+        await self._learner.commit(manifest)
+        duration_s = time.perf_counter() - begun
+        await self._replay.published(version.step)
+        async with self._changed:
+            self._retention.published(version)
+            self._changed.notify_all()
+        for old in self._retention.take_deletable():
+            await self._learner.retire(old)
+        return Publication(version=version, started_s=started_s, duration_s=duration_s, num_bytes=manifest.num_bytes)
+
+    async def newer_than(self, version: PolicyVersion | None) -> PolicyVersion:
+        """Wait until the newest readable version is newer than `version`, and return it.
+
+        The learner's publications end this wait; when the learner fails, the run's task group does.
+        """
+        async with self._changed:
+            while (newest := self._retention.newest) is None or (version is not None and newest <= version):
+                await self._changed.wait()
+            return newest
+
+    async def pull(self, replica: Replica, version: PolicyVersion) -> Pull:
+        """Have a replica serve a version, which stays readable meanwhile."""
+        self._retention.lease(version)
+        try:
+            return await replica.pull(version)
+        finally:
+            self._retention.release(version)

@@ -1,0 +1,283 @@
+"""Turns what the loops do into the run's records: metrics, events, rollouts, trace, progress."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from forge_async.observe import names
+from forge_async.observe.group_events import EventsLog, GroupEvent
+from forge_async.observe.progress import Progress
+from forge_async.observe.rollout_log import RolloutLog, RolloutRecord
+from forge_async.observe.sinks import MetricsSink
+from forge_async.observe.trace import Tracer
+from forge_async.pipeline.ports import (
+    Admission,
+    GroupRecord,
+    LearnerStep,
+    Pull,
+    Replica,
+    ReplicaStats,
+    WorkerReport,
+    Workers,
+)
+from forge_async.pipeline.publish import Publication
+
+ENDED = ("filtered", "failed", "expired", "cancelled")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Known:
+    """What is known of a group that has not ended."""
+
+    admitted_s: float
+    prompt_id: str
+    replica: str
+    record: GroupRecord | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Weights:
+    """The newest figures of the weights' way, and what waits to be matched."""
+
+    publish_s: float = 0.0
+    pull_s: float = 0.0
+    pause_s: float = 0.0
+    lag_s: float = 0.0
+    num_bytes: int = 0
+    held_bytes: dict[str, int] = field(default_factory=dict)
+    step_ended_s: dict[int, float] = field(default_factory=dict)
+    """Wall clock at which each version came to be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    step: int
+    ranks: Sequence[LearnerStep]
+    ended_s: float
+
+
+class Recorder:
+    """Observes the ring. Its calls only note things down; `run` writes them, off the loops' path."""
+
+    def __init__(
+        self,
+        *,
+        begun_s: float,
+        sink: MetricsSink,
+        events: EventsLog,
+        rollouts: RolloutLog,
+        rollouts_per_step: int,
+        tracer: Tracer,
+        progress: Progress,
+        replicas: Sequence[Replica],
+        workers: Workers,
+    ) -> None:
+        """`begun_s` is the wall clock at which the process started; all times of the records count from it."""
+        self._begun_s, self._sink, self._events, self._rollouts = begun_s, sink, events, rollouts
+        self._rollouts_per_step, self._tracer, self._progress = rollouts_per_step, tracer, progress
+        self._replicas, self._workers = replicas, workers
+        self._known: dict[int, _Known] = {}
+        self._weights = _Weights()
+        self._totals: dict[str, float] = {}
+        self._steps: asyncio.Queue[_Step] = asyncio.Queue()
+        self._last_ended_s = time.time()
+        self._extra: dict[int, dict[str, float]] = {}
+        self._closed = False
+
+    def admitted(self, admissions: Sequence[Admission], replica: str) -> None:
+        now = time.time()
+        for admission in admissions:
+            self._known[admission.index] = _Known(admitted_s=now, prompt_id=str(admission.prompt_id), replica=replica)
+
+    def made(self, records: Sequence[GroupRecord]) -> None:
+        for record in records:
+            known = self._known.get(record.index)
+            if known is None:
+                continue
+            known.record = record
+            if record.filtered:
+                self._write_events([record.index], "filtered", record.filtered, None)
+
+    def stepped(self, step: int, ranks: Sequence[LearnerStep]) -> None:
+        now = time.time()
+        self._weights.step_ended_s[ranks[0].result.version.step] = now
+        self._steps.put_nowait(_Step(step=step, ranks=ranks, ended_s=now))
+
+    def published(self, publication: Publication) -> None:
+        self._weights.publish_s = publication.duration_s
+        self._weights.num_bytes = publication.num_bytes
+        args = {"version": publication.version.step}
+        self._tracer.add("weights", [("publish", "work", publication.started_s, publication.duration_s, args)])
+
+    def pulled(self, replica: str, pull: Pull) -> None:
+        self._weights.pull_s = pull.fetch_s + pull.pause_s
+        self._weights.pause_s = pull.pause_s
+        self._weights.held_bytes[replica] = pull.held_bytes
+        args = {"version": pull.version.step}
+        swap_s = pull.started_s + pull.fetch_s
+        self._tracer.add(f"{replica} weights", [("fetch", "work", pull.started_s, pull.fetch_s, args)])
+        self._tracer.add(f"{replica} weights", [("swap", "work", swap_s, pull.pause_s, args)])
+
+    def evaluated(self, step: int, score: float) -> None:
+        """A held-out score of the version after `step` steps."""
+        self._extra[step] = {names.EVAL_SCORE: score}
+
+    async def run(self) -> None:
+        """Write steps as they come; ends only by cancellation."""
+        while True:
+            await self._write_step(await self._steps.get())
+
+    async def finish(self, reason: str) -> None:
+        """Write what is left, end the groups that never ended, close the files."""
+        while not self._steps.empty():
+            await self._write_step(self._steps.get_nowait())
+        self.close(reason)
+
+    def close(self, reason: str) -> None:
+        """End the groups that never ended, and close the files; needs no living actor. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._write_events(list(self._known), "cancelled", reason, None)
+        for part in (self._events, self._rollouts, self._tracer, self._sink):
+            part.close()
+
+    async def _write_step(self, step: _Step) -> None:
+        stats, reports = await asyncio.gather(
+            asyncio.gather(*(replica.stats() for replica in self._replicas)), self._workers.stats()
+        )
+        row = self._row(step, stats, reports)
+        self._sink.write(step.step + 1, row)
+        self._write_rollouts(step)
+        self._write_events(step.ranks[0].batch["indices"], "trained", "", step.ranks[0].batch["taken_s"])
+        self._write_trace(step, stats, reports)
+        self._progress.step(row)
+
+    def _row(self, step: _Step, stats: Sequence[ReplicaStats], reports: Sequence[WorkerReport]) -> dict[str, float]:
+        first, batch = step.ranks[0], step.ranks[0].batch
+        step_s = max(step.ended_s - self._last_ended_s, 1e-9)
+        self._last_ended_s = step.ended_s
+        result = first.result
+        for replica_stats in stats:
+            for swapped, first_token_s in replica_stats.service.swaps:
+                if swapped in self._weights.step_ended_s:
+                    self._weights.lag_s = first_token_s - self._weights.step_ended_s.pop(swapped)
+        return {
+            names.STEP: step.step + 1,
+            names.TIME_S: step.ended_s - self._begun_s,
+            names.STEP_S: step_s,
+            names.LOSS: result.loss,
+            names.GRAD_NORM: result.grad_norm,
+            names.LEARNING_RATE: result.lr,
+            names.TOKENS_TRAINED: result.num_loss_tokens,
+            names.TOKENS_GENERATED: sum(replica_stats.service.tokens for replica_stats in stats),
+            names.CLIP_FRACTION: result.clip_fraction,
+            names.MISMATCH_KL: result.mismatch_kl,
+            names.MISMATCH_LOGPROB_MAX: result.logprob_diff_max,
+            names.LEARNER_BUSY: min(1.0, (result.compute_s + first.snapshot_s) / step_s),
+            names.LEARNER_WAIT_DATA_S: first.wait_data_s,
+            names.POLICY_BUSY: min(1.0, sum(each.service.busy_s for each in stats) / len(stats) / step_s),
+            names.REWARD_BUSY: min(1.0, sum(report.score_s for report in reports) / len(reports) / step_s),
+            "packing/useful_fraction": batch["tokens/computed"] / max(result.num_row_tokens, 1),
+            **self._batch_figures(batch),
+            **self._weight_figures(),
+            **self._memory(step.ranks, stats, reports),
+            **self._extra.pop(step.step + 1, {}),
+        }
+
+    def _batch_figures(self, batch: dict) -> dict[str, float]:
+        """The replay actor's figures: those of the batch as they are, running totals as what this step added."""
+        figures = {name: value for name, value in batch.items() if "/" in name and not name.startswith("groups/")}
+        for name in ("trained", *ENDED):
+            total = batch[f"groups/{name}"]
+            figures[f"groups/{name}"] = total - self._totals.get(name, 0)
+            self._totals[name] = total
+        figures[names.GROUPS_TRAINED] = len(batch["indices"])
+        return figures
+
+    def _weight_figures(self) -> dict[str, float]:
+        weights = self._weights
+        return {
+            names.WEIGHTS_PUBLISH_S: weights.publish_s,
+            names.WEIGHTS_PULL_S: weights.pull_s,
+            names.WEIGHTS_PAUSE_S: weights.pause_s,
+            names.WEIGHTS_LAG_S: weights.lag_s,
+            names.WEIGHTS_BYTES: weights.num_bytes,
+        }
+
+    def _memory(
+        self, ranks: Sequence[LearnerStep], stats: Sequence[ReplicaStats], reports: Sequence[WorkerReport]
+    ) -> dict[str, float]:
+        """Resident memory and CPU seconds of each process, and what a weight sync holds on top."""
+        processes = {f"learner_{i}": (rank.rss_bytes, rank.cpu_s) for i, rank in enumerate(ranks)}
+        processes |= {
+            replica.name: (each.rss_bytes, each.cpu_s) for replica, each in zip(self._replicas, stats, strict=True)
+        }
+        processes |= {f"rollout_{i}": (report.rss_bytes, report.cpu_s) for i, report in enumerate(reports)}
+        held = {f"learner_{i}": rank.snapshot_bytes for i, rank in enumerate(ranks)} | self._weights.held_bytes
+        row: dict[str, float] = {
+            names.RSS_BYTES: sum(rss for rss, _ in processes.values()),
+            names.SYNC_PEAK_BYTES: max(held.values(), default=0),
+        }
+        for name, (rss, cpu_s) in processes.items():
+            row[names.per_process(names.RSS_BYTES, name)] = rss
+            row[names.per_process("cpu_s", name)] = cpu_s
+        row.update({names.per_process(names.SYNC_PEAK_BYTES, name): value for name, value in held.items()})
+        return row
+
+    def _write_rollouts(self, step: _Step) -> None:
+        records = [
+            self._known[index].record for index in step.ranks[0].batch["indices"] if index in self._known
+        ]  # fmt: skip
+        self._rollouts.write(
+            RolloutRecord(
+                step=step.step + 1,
+                group=record.index,
+                prompt=record.prompt,
+                completion=record.completion,
+                reward=record.reward,
+                versions=record.versions,
+            )
+            for record in [record for record in records if record is not None][: self._rollouts_per_step]
+        )
+
+    def _write_events(self, indices: Sequence[int], outcome: str, reason: str, taken_s: float | None) -> None:
+        ended_s = time.time() - self._begun_s
+        events = []
+        for index in indices:
+            known = self._known.pop(index, None)
+            if known is None:
+                continue
+            record = known.record
+            events.append(
+                GroupEvent(
+                    index=index,
+                    prompt_id=known.prompt_id,
+                    admitted_s=known.admitted_s - self._begun_s,
+                    generated_s=record.generated_s - self._begun_s if record else None,
+                    scored_s=record.scored_s - self._begun_s if record else None,
+                    taken_s=taken_s - self._begun_s if taken_s else None,
+                    ended_s=ended_s,
+                    outcome=outcome,
+                    reason=reason,
+                    versions=record.versions if record else None,
+                    replica=known.replica,
+                    num_tokens=record.num_tokens if record else 0,
+                    reward_mean=record.reward_mean if record else None,
+                )
+            )
+        self._events.write(events)
+
+    def _write_trace(self, step: _Step, stats: Sequence[ReplicaStats], reports: Sequence[WorkerReport]) -> None:
+        for number, rank in enumerate(step.ranks):
+            self._tracer.add(f"learner_{number}", [(*span[:4], {"step": step.step}) for span in rank.spans])
+        for replica, each in zip(self._replicas, stats, strict=True):
+            self._tracer.add(replica.name, [(*span, None) for span in each.service.spans])
+        for number, report in enumerate(reports):
+            self._tracer.add(f"rollout_{number}", report.spans)
+        batch = step.ranks[0].batch
+        self._tracer.counter("queue", step.ended_s, depth=batch[names.QUEUE_DEPTH])
+        self._tracer.counter("staleness", step.ended_s, max=batch[names.STALENESS_MAX])

@@ -1,0 +1,120 @@
+"""The ring: generate, train, publish and pull, each a loop of its own, all under one task group.
+
+    replay --admit--> generate loop (one a replica) --make--> workers --put--> replay
+    replay --take--> train loop --publish--> store --pull--> pull loop (one a replica) --pulled--> replay
+
+The loops hold no rollouts and no weights; they say who does what next. A loop that fails ends the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from forge_async.core.versions import PolicyVersion
+from forge_async.pipeline.ports import Admission, GroupRecord, Learner, LearnerStep, Pull, Replay, Replica, Workers
+from forge_async.pipeline.publish import Publication, Publisher
+
+
+class Observer(Protocol):
+    """What the loops tell whoever keeps the run's records. Calls return at once."""
+
+    def admitted(self, admissions: Sequence[Admission], replica: str) -> None: ...
+    def made(self, records: Sequence[GroupRecord]) -> None: ...
+    def stepped(self, step: int, ranks: Sequence[LearnerStep]) -> None: ...
+    def published(self, publication: Publication) -> None: ...
+    def pulled(self, replica: str, pull: Pull) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingSettings:
+    """The few numbers that the loops need."""
+
+    num_steps: int
+    groups_per_step: int
+    publish_every: int
+    """Learner steps between publications; the last version is always published."""
+
+
+class Ring:
+    """Runs the loops for a number of steps."""
+
+    def __init__(
+        self,
+        *,
+        replay: Replay,
+        learner: Learner,
+        replicas: Sequence[Replica],
+        workers: Workers,
+        publisher: Publisher,
+        observer: Observer,
+        settings: RingSettings,
+        after_step: Callable[[int], Awaitable[None]] | None = None,
+    ) -> None:
+        """`after_step(number of steps done)` runs between two steps, for checkpoints and evaluations."""
+        self._replay, self._learner, self._replicas, self._workers = replay, learner, replicas, workers
+        self._publisher, self._observer, self._settings = publisher, observer, settings
+        self._after_step = after_step
+
+    async def run(self, version: PolicyVersion) -> PolicyVersion:
+        """Train until the last step is done and its version is published and pulled; every replica serves `version`.
+
+        Returns the last version. Raises the first failure of any loop.
+        """
+        async with asyncio.TaskGroup() as group:
+            loops = [
+                group.create_task(self._generate(group, replica), name=f"generate {replica.name}")
+                for replica in self._replicas
+            ]
+            pulls = [
+                group.create_task(self._pull(replica, version), name=f"pull {replica.name}")
+                for replica in self._replicas
+            ]
+            last = await self._train(group, version)
+            await self._replay.close("the last step is done")
+            await asyncio.gather(*pulls, *loops)
+        return last
+
+    async def _generate(self, group: asyncio.TaskGroup, replica: Replica) -> None:
+        """Keep a replica supplied with as many groups as its room allows, until the replay actor closes."""
+        share = -(-self._settings.groups_per_step // len(self._replicas))
+        while admissions := await self._replay.admit(replica.name, share):
+            self._observer.admitted(admissions, replica.name)
+            group.create_task(self._make(replica, admissions), name=f"make on {replica.name}")
+
+    async def _make(self, replica: Replica, admissions: Sequence[Admission]) -> None:
+        self._observer.made(await self._workers.make(admissions, replica.name))
+
+    async def _train(self, group: asyncio.TaskGroup, version: PolicyVersion) -> PolicyVersion:
+        """Step after step; each published version travels while the next step runs."""
+        publication: asyncio.Task[None] | None = None
+        for step in range(version.step, version.step + self._settings.num_steps):
+            done = step + 1 - version.step
+            publishes = done % self._settings.publish_every == 0 or done == self._settings.num_steps
+            ranks = await self._learner.step(step, publishes)
+            await self._replay.trained(step)
+            self._observer.stepped(step, ranks)
+            if publishes:
+                if publication is not None:
+                    await publication
+                publication = group.create_task(self._publish(ranks[0].result.version), name="publish")
+            if self._after_step is not None:
+                await self._after_step(done)
+        if publication is not None:
+            await publication
+        return PolicyVersion(
+            policy=version.policy, incarnation=version.incarnation, step=version.step + self._settings.num_steps
+        )
+
+    async def _publish(self, version: PolicyVersion) -> None:
+        self._observer.published(await self._publisher.publish(version))
+
+    async def _pull(self, replica: Replica, version: PolicyVersion) -> None:
+        """Pull the newest version again and again; a newer one supersedes those that were not begun."""
+        last_step = version.step + self._settings.num_steps
+        while version.step < last_step:
+            version = await self._publisher.newer_than(version)
+            self._observer.pulled(replica.name, await self._publisher.pull(replica, version))
+            await self._replay.pulled(replica.name, version.step)

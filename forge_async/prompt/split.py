@@ -1,0 +1,32 @@
+"""Which prompts are kept for evaluation, by a hash of their text: stable as files grow and across sources."""
+
+from __future__ import annotations
+
+import zlib
+from fractions import Fraction
+
+from forge_async.core.errors import ForgeError
+from forge_async.core.records import PromptId
+
+
+def is_held_out(text: str, fraction: float) -> bool:
+    """Whether a prompt is kept for evaluation, for a share `fraction` of all texts.
+
+    At 0.2 these are the texts whose crc32 is divisible by 5, which is the split of the recipe; in general
+    `crc32 % q < p` for the fraction p/q.
+    """
+    share = Fraction(fraction).limit_denominator(1000)
+    return zlib.crc32(text.encode("utf-8", "surrogatepass")) % share.denominator < share.numerator
+
+
+def held_out_id(source: str, index: int) -> PromptId:
+    """The id of a held-out prompt, which no training prompt can have."""
+    return PromptId(source=f"{source}/held_out", epoch=0, index=index)
+
+
+def check_id(id: PromptId, source: str, num_prompts: int) -> None:
+    """Raise ForgeError unless `id` lies in an epoch of `num_prompts` prompts of `source`."""
+    if id.source != source:
+        raise ForgeError(f"Prompt {id} was asked of source {source}: route it to the source of its name.")
+    if id.epoch < 0 or not 0 <= id.index < num_prompts:
+        raise ForgeError(f"Prompt {id} does not exist: an epoch of {source} has indices 0 to {num_prompts - 1}.")

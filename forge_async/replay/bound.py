@@ -1,0 +1,132 @@
+"""The bound on age (Law 2) as arithmetic: which dials go together, and how much room a replica has.
+
+`docs/staleness.md` proves what stands here. Steps count learner updates: step s consumes with version s and makes
+version s + 1, and before its first update the learner is at version 0.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from forge_async.core.errors import ConfigError
+from forge_async.replay.settings import AsyncSettings
+
+UNLIMITED = sys.maxsize
+"""Room, window and age of the preset `stream`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """The dials as they act together; `effective` makes one from the settings, and every instance is legal."""
+
+    max_staleness: int
+    """S, in steps; UNLIMITED for `stream`."""
+    window: int
+    """W, in groups; 1 is strict order, UNLIMITED for `stream`."""
+    groups_per_step: int
+    """P, groups that one step consumes."""
+    publish_every: int
+    """k, steps between publications."""
+
+    def __post_init__(self) -> None:
+        check_combination(self.max_staleness, self.window, self.groups_per_step, self.publish_every)
+
+    @property
+    def bounded(self) -> bool:
+        """False for `stream`, which has no bound on age."""
+        return self.max_staleness < UNLIMITED
+
+    @property
+    def synchronous(self) -> bool:
+        """True at S = 0, where groups are admitted in rounds."""
+        return self.max_staleness == 0
+
+    @property
+    def depth(self) -> int:
+        """(S+1)·P - (W-1): most groups that may be untaken, or taken without the replica knowing it."""
+        if not self.bounded:
+            return UNLIMITED
+        return (self.max_staleness + 1) * self.groups_per_step - (self.window - 1)
+
+    def room(self, num_ahead: int, steps_unpulled: int) -> int:
+        """How many groups a replica may be given now; 0 or less: none.
+
+        Args:
+            num_ahead: untaken groups (waiting, in flight or ready) admitted before the one to be given.
+            steps_unpulled: steps that have taken a batch and whose result the replica has not pulled.
+        """
+        return self.depth - num_ahead - self.groups_per_step * steps_unpulled
+
+    def publishes(self, step: int) -> bool:
+        """Whether version `step` is one of those that are published."""
+        return step % self.publish_every == 0
+
+
+def check_combination(max_staleness: int, window: int, groups_per_step: int, publish_every: int) -> None:
+    """Raise ConfigError unless some replica can always be given the next batch (1 <= W <= (S-k+1)·P + 1)."""
+    if max_staleness < 0 or groups_per_step < 1 or publish_every < 1 or window < 1:
+        raise ConfigError(
+            f"max_staleness={max_staleness}, window={window}, groups_per_step={groups_per_step} and "
+            f"publish_every={publish_every}: the first must be 0 or more, the others 1 or more."
+        )
+    if max_staleness == UNLIMITED:
+        return
+    if max_staleness < publish_every - 1:
+        raise ConfigError(
+            f"async.publish_every={publish_every} makes samples up to {publish_every - 1} steps old, which "
+            f"async.max_staleness={max_staleness} forbids; set async.max_staleness={publish_every - 1} or more, or "
+            f"async.publish_every={max_staleness + 1} or less."
+        )
+    widest = (max_staleness - publish_every + 1) * groups_per_step + 1
+    if window > widest:
+        raise ConfigError(
+            f"async.window={window} would leave no room for a whole batch: with async.max_staleness={max_staleness}, "
+            f"groups_per_step={groups_per_step} and async.publish_every={publish_every} set async.window={widest} or "
+            "less."
+        )
+
+
+def effective(settings: AsyncSettings, groups_per_step: int) -> Bound:
+    """The bound that the dials and the preset `async.buffer` ask for. Raises ConfigError for what cannot work."""
+    if settings.fresh_fraction:
+        raise ConfigError(f"async.fresh_fraction={settings.fresh_fraction:g} is not built; leave it at 0.")
+    if settings.buffer == "stream":
+        if settings.correction == "none":
+            raise ConfigError("async.buffer=stream has no bound on age, so it needs async.correction=token_is.")
+        age, window = UNLIMITED, UNLIMITED
+    elif settings.buffer == "none":
+        age, window = 0, 1
+    elif settings.buffer == "double":
+        age, window = 1, 1
+    elif settings.order == "fifo" and settings.window > 1:
+        raise ConfigError(
+            f"async.order=fifo never looks past a straggler, so async.window={settings.window} would only cost depth; "
+            "set async.window=1, or async.order=windowed_fifo."
+        )
+    else:
+        age, window = settings.max_staleness, settings.window
+    return Bound(
+        max_staleness=age,
+        window=window,
+        groups_per_step=groups_per_step,
+        publish_every=settings.publish_every,
+    )
+
+
+def tokens_allow(
+    num_untaken: int, queue_tokens: int, estimate_tokens: int, max_queue_tokens: int, groups_per_step: int
+) -> bool:
+    """Whether the token cap lets one more group in.
+
+    The cap never holds back the next batch (a cap below a batch's tokens would otherwise stop the run for ever), so
+    memory stays below the larger of the cap and one batch; with P = 1 an oversize group is admitted alone.
+
+    Args:
+        num_untaken: groups waiting, in flight or ready.
+        queue_tokens: their tokens, estimated where they are not ready yet.
+        estimate_tokens: tokens that the new group is expected to have.
+        max_queue_tokens: the cap.
+        groups_per_step: P.
+    """
+    return num_untaken < groups_per_step or queue_tokens + estimate_tokens <= max_queue_tokens

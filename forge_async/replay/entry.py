@@ -1,0 +1,55 @@
+"""One admitted group, and the states that it goes through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from forge_async.core.records import PromptId
+
+
+class State(StrEnum):
+    """Where an admitted group is."""
+
+    WAITING = "waiting"
+    IN_FLIGHT = "in_flight"
+    READY = "ready"
+    TAKEN = "taken"
+    ENDED = "ended"
+
+
+UNTAKEN = (State.WAITING, State.IN_FLIGHT, State.READY)
+
+
+class Effect(StrEnum):
+    """What an event did."""
+
+    CHANGED = "changed"
+    REPEATED = "repeated"
+    """Nothing: the ledger knew it already."""
+    LATE = "late"
+    """Nothing but to be counted: the group had ended, or another try of it was faster."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """One group. Only the ledger writes to it."""
+
+    index: int
+    prompt_id: PromptId
+    num_tokens: int
+    """Tokens: an estimate until the group is ready."""
+    state: State = State.WAITING
+    replica: str = ""
+    """Who makes it, while it is in flight."""
+    floor: int = 0
+    """Version that the replica served when the group last started; it moves to no older one (Law 4)."""
+    num_starts: int = 0
+    attempt: int = 0
+    """Number of the latest try, counted over all groups of the run; 0 while none is awaited."""
+    oldest_step: int = 0
+    """Step of its oldest token, once ready."""
+    ready_at_step: int = 0
+    """Learner version when it became ready."""
+    outcome: str = ""
+    reason: str = ""

@@ -1,0 +1,108 @@
+"""The journal: an append-only file of events, one JSON object a line, from which the ledger can be rebuilt.
+
+What `append` was given is safe from the death of this process at once, because it is with the operating system. It is
+safe from the death of the machine after the next synchronisation. With the policy `step` that is each time a batch is
+taken or trained: one for all events in between, since resuming from version s needs nothing after Trained(s - 1).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from forge_async.core.errors import ConfigError, ForgeError
+from forge_async.replay.events import Event, Restored, Taken, Trained, from_json, to_json
+
+FSYNC = ("step", "always", "never")
+"""When to synchronise with the disk: at each batch taken or trained, at each append, or when the system likes."""
+
+
+class Journal:
+    """An open journal. Use `Journal.open`."""
+
+    def __init__(self, path: Path, file: BinaryIO, fsync: str) -> None:
+        self.path = path
+        self._file = file
+        self._fsync = fsync
+
+    @classmethod
+    def open(cls, path: str | Path, fsync: str = "step") -> Journal:
+        """Open for appending; make the file if there is none, cut off a torn last line if there is one.
+
+        Raises ForgeError when the file cannot be read as a journal, ConfigError for an unknown `fsync`.
+        """
+        if fsync not in FSYNC:
+            raise ConfigError(f"The journal's fsync={fsync} is not one of {', '.join(FSYNC)}.")
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            _, whole_bytes = _parse(path)
+            if whole_bytes < path.stat().st_size:
+                os.truncate(path, whole_bytes)
+        file = path.open("ab", buffering=0)
+        _sync_directory(path.parent)
+        return cls(path, file, fsync)
+
+    @staticmethod
+    def read(path: str | Path) -> list[Event]:
+        """All whole events of a journal file, without changing it. Raises ForgeError naming file and line."""
+        return _parse(Path(path))[0]
+
+    def append(self, events: Sequence[Event]) -> None:
+        """Write events in one piece, and synchronise as the policy says."""
+        if not events:
+            return
+        text = "".join(json.dumps(to_json(event), separators=(",", ":")) + "\n" for event in events)
+        data = memoryview(text.encode())
+        while data:
+            data = data[self._file.write(data) :]
+        if self._fsync == "always" or (
+            self._fsync == "step" and any(isinstance(event, (Taken, Trained, Restored)) for event in events)
+        ):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Synchronise (unless the policy is `never`) and close; closing again does nothing."""
+        if self._file.closed:
+            return
+        if self._fsync != "never":
+            os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def _parse(path: Path) -> tuple[list[Event], int]:
+    """Events, and the bytes that they take; the rest of the file is a torn last line."""
+    events: list[Event] = []
+    lines = path.read_bytes().splitlines(keepends=True)
+    whole_bytes = 0
+    for number, line in enumerate(lines, start=1):
+        last = number == len(lines)
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            if last:
+                break
+            raise ForgeError(
+                f"{path}, line {number}, is not a journal event ({line[:40]!r}...): the file was damaged or edited; "
+                "restore it from a copy, or begin again with run.overwrite=true."
+            ) from error
+        if not line.endswith(b"\n"):
+            break
+        try:
+            events.append(from_json(record))
+        except (ForgeError, AttributeError) as error:
+            raise ForgeError(f"{path}, line {number}: {error}") from error
+        whole_bytes += len(line)
+    return events, whole_bytes
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make a new file's name as durable as its contents."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,104 @@
+"""From a checked configuration to a finished run: processes, actors, records, and the end of them all."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from forge_async.config.schema import Config
+from forge_async.core.errors import ForgeError
+from forge_async.observe.group_events import EventsLog
+from forge_async.observe.progress import Progress
+from forge_async.observe.rollout_log import RolloutLog
+from forge_async.observe.run_directory import RunDirectory
+from forge_async.observe.sinks import CompositeSink, JsonlSink, MetricsSink, TensorBoardSink
+from forge_async.observe.trace import Tracer
+from forge_async.pipeline.recorder import Recorder
+from forge_async.pipeline.ring import RingSettings
+from forge_async.pipeline.run import Run, RunResult
+from forge_async.runtime.meshes import Placement, close_monarch
+from forge_async.runtime.wiring import Actors, start_actors
+
+
+class Launch:
+    """One run, and what is known of it at any moment."""
+
+    def __init__(
+        self, config: Config, model_folder: Path, directory: RunDirectory, progress: Progress, begun_s: float
+    ) -> None:
+        """`begun_s` is the wall clock at which the process started."""
+        self._config, self._model_folder, self._directory = config, model_folder, directory
+        self._progress, self._begun_s = progress, begun_s
+        self.startup: dict[str, float] = {}
+        """Seconds from the process's start until each part was ready."""
+        self.startup_s: float | None = None
+        """Seconds until the first group was admitted."""
+        self.result = RunResult()
+        self._recorder: Recorder | None = None
+
+    async def run(self) -> None:
+        """Start, train, stop. Whatever happens, no process is left and the records are closed."""
+        placement = await Placement.start(self._config.job, self._directory.path)
+        try:
+            actors = await start_actors(self._config, self._model_folder, placement, self._directory.path, self._ready)
+            await self._train(actors)
+        finally:
+            if self._recorder is not None:
+                self._recorder.close("the run ended early")
+            await asyncio.shield(placement.stop(self._config.run.stop_timeout_s))
+            await close_monarch()
+
+    async def _train(self, actors: Actors) -> None:
+        """Run beside a watch over every process: the first death ends the run by name."""
+        run = self._build_run(actors)
+        self.result = run.result
+        async with asyncio.TaskGroup() as group:
+            watches = [group.create_task(_raise_on_death(handle.watch.wait_for_death)) for handle in actors.handles]
+            version = await run.prepare()
+            self.startup_s = time.time() - self._begun_s
+            self._progress.phase("start-up", self.startup_s)
+            await run.train(version)
+            for watch in watches:
+                watch.cancel()
+
+    def _build_run(self, actors: Actors) -> Run:
+        config, directory = self._config, self._directory
+        others: list[MetricsSink] = [TensorBoardSink(directory.tensorboard)] if config.observe.tensorboard else []
+        self._recorder = Recorder(
+            begun_s=self._begun_s,
+            sink=CompositeSink(JsonlSink(directory.metrics), others),
+            events=EventsLog(directory.events),
+            rollouts=RolloutLog(directory.rollouts),
+            rollouts_per_step=config.run.rollouts_per_step,
+            tracer=Tracer(directory.trace if config.observe.trace else None),
+            progress=self._progress,
+            replicas=actors.replicas,
+            workers=actors.workers,
+        )
+        return Run(
+            replay=actors.replay,
+            learner=actors.learner,
+            replicas=actors.replicas,
+            workers=actors.workers,
+            recorder=self._recorder,
+            ring=RingSettings(
+                num_steps=config.root.steps,
+                groups_per_step=config.root.groups_per_step,
+                publish_every=config.asynchrony.publish_every,
+            ),
+            evaluation=config.eval,
+            checkpoint=config.checkpoint,
+            keep_versions=config.weights.keep_versions,
+            checkpoints_folder=directory.checkpoints,
+        )
+
+    def _ready(self, name: str, _: float) -> None:
+        self.startup[name] = time.time() - self._begun_s
+        self._progress.phase(f"{name} ready", self.startup[name])
+
+
+async def _raise_on_death(wait_for_death: Callable) -> None:
+    error: ForgeError = await wait_for_death()
+    raise error

@@ -1,0 +1,254 @@
+"""Actor handles as the pipeline's ports, and the start of all actors of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from forge_async.actors.forge_actor import ActorHandle
+from forge_async.actors.learner_actor import LearnerActor, LearnerPlan
+from forge_async.actors.policy_actor import PolicyActor
+from forge_async.actors.replay_actor import ReplayActor
+from forge_async.actors.rollout_actor import RolloutActor, RolloutPlan
+from forge_async.actors.store_actor import StoreActor
+from forge_async.config.schema import Config
+from forge_async.core.versions import PolicyVersion
+from forge_async.pipeline.ports import Admission, GroupRecord, LearnerStep, Pull, ReplicaStats, WorkerReport
+from forge_async.replay.admission import Prompts
+from forge_async.runtime.meshes import Placement
+from forge_async.weights.manifest import Manifest, Shard
+
+T = TypeVar("T")
+
+
+class RemoteReplica:
+    """A policy replica's actor as the loops see it."""
+
+    def __init__(self, name: str, handle: ActorHandle, timeout_s: float) -> None:
+        self.name, self._handle, self._timeout_s = name, handle, timeout_s
+
+    async def pull(self, version: PolicyVersion) -> Pull:
+        return await self._handle.pull.call_one(version, timeout_s=self._timeout_s)
+
+    async def stats(self) -> ReplicaStats:
+        return await self._handle.stats.call_one(timeout_s=self._timeout_s)
+
+    async def score(self, token_ids: np.ndarray) -> tuple[PolicyVersion, np.ndarray]:
+        return await self._handle.score.call_one(token_ids, timeout_s=self._timeout_s)
+
+
+class RemoteWorkers:
+    """The rollout workers' actors as one; each call goes to the next of them."""
+
+    def __init__(self, handles: Sequence[ActorHandle], timeout_s: float) -> None:
+        self._handles, self._timeout_s = handles, timeout_s
+        self._turn = itertools.cycle(handles)
+
+    async def make(self, admissions: Sequence[Admission], replica: str) -> list[GroupRecord]:
+        return await next(self._turn).make.call_one(admissions, replica)
+
+    async def evaluate(self, num_prompts: int, replica: str, name: str) -> tuple[float, list[int]]:
+        worker = self._handles[0]
+        return await worker.evaluate.call_one(num_prompts, replica, name, timeout_s=self._timeout_s)
+
+    async def stats(self) -> list[WorkerReport]:
+        return list(await asyncio.gather(*(h.stats.call_one(timeout_s=self._timeout_s) for h in self._handles)))
+
+
+class RemoteReplay:
+    """The replay actor as the loops see it."""
+
+    def __init__(self, handle: ActorHandle, timeout_s: float) -> None:
+        self._handle, self._timeout_s = handle, timeout_s
+
+    async def add_replica(self, replica: str, step: int) -> None:
+        await self._handle.add_replica.call_one(replica, step)
+
+    async def admit(self, replica: str, max_groups: int) -> Sequence[Admission]:
+        return await self._handle.admit.call_one(replica, max_groups, self._timeout_s)
+
+    async def trained(self, step: int) -> None:
+        await self._handle.trained.call_one(step)
+
+    async def published(self, step: int) -> None:
+        await self._handle.published.call_one(step)
+
+    async def pulled(self, replica: str, step: int) -> None:
+        await self._handle.pulled.call_one(replica, step)
+
+    async def state(self) -> dict[str, float]:
+        return await self._handle.state.call_one()
+
+    async def close(self, reason: str) -> dict[str, float]:
+        return await self._handle.close.call_one(reason)
+
+
+class RemoteLearner:
+    """The learner's ranks as one."""
+
+    def __init__(self, handle: ActorHandle, timeout_s: float) -> None:
+        self._handle, self._timeout_s = handle, timeout_s
+
+    async def step(self, step: int, snapshot: bool) -> list[LearnerStep]:
+        # The wait for a batch has the same limit inside, and says more when it ends; the step itself comes on top.
+        return await self._handle.step.call(step, snapshot, self._timeout_s, timeout_s=2 * self._timeout_s + 5)
+
+    async def snapshot(self) -> PolicyVersion:
+        return (await self._handle.snapshot.call(timeout_s=self._timeout_s))[0]
+
+    async def stage(self, version: PolicyVersion) -> list[tuple[Shard, ...]]:
+        return await self._handle.stage.call(version, timeout_s=self._timeout_s)
+
+    async def commit(self, manifest: Manifest) -> None:
+        await self._first.commit.call_one(manifest, timeout_s=self._timeout_s)
+
+    async def retire(self, version: PolicyVersion) -> None:
+        await self._first.retire.call_one(version, timeout_s=self._timeout_s)
+
+    async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return (await self._handle.score.call(token_ids, timeout_s=self._timeout_s))[0]
+
+    async def save(self, folder: str) -> None:
+        await self._handle.save.call(folder, timeout_s=self._timeout_s)
+
+    async def digest(self) -> str:
+        return (await self._handle.digest.call(timeout_s=self._timeout_s))[0]
+
+    @property
+    def _first(self) -> ActorHandle:
+        return self._handle.rank(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Actors:
+    """Everything that a run started, as ports, and the handles behind them."""
+
+    replay: RemoteReplay
+    learner: RemoteLearner
+    replicas: tuple[RemoteReplica, ...]
+    workers: RemoteWorkers
+    handles: tuple[ActorHandle, ...]
+    """All of them, to be watched."""
+    version: PolicyVersion
+    """What the learner loaded."""
+
+
+async def start_actors(
+    config: Config, model_folder: Path, placement: Placement, run_dir: Path, on_ready: Callable[[str, float], None]
+) -> Actors:
+    """Start every actor of a run together and connect them. `on_ready(name, seconds)` is told of each."""
+    begun = time.monotonic()
+
+    async def ready(name: str, starting: Awaitable[T]) -> T:
+        result = await starting
+        on_ready(name, time.monotonic() - begun)
+        return result
+
+    limits = {"start_timeout_s": config.run.start_timeout_s, "stop_timeout_s": config.run.stop_timeout_s}
+    names = [f"policy_{number}" for number in range(config.policy.replicas)]
+    async with asyncio.TaskGroup() as group:
+        policies = [
+            group.create_task(ready(name, _start_policy(name, number, config, model_folder, placement, limits)))
+            for number, name in enumerate(names)
+        ]
+        learner = group.create_task(ready("learner", _start_learner(config, model_folder, placement, limits)))
+        rollouts = [
+            group.create_task(
+                ready(f"rollout_{number}", _start_rollout(number, config, model_folder, placement, limits))
+            )
+            for number in range(config.rollout.workers)
+        ]
+        store = group.create_task(
+            ready("store", StoreActor.options(mesh_name="store", hosts=placement.controller, **limits).as_actor())
+        )
+    replicas = {name: task.result() for name, task in zip(names, policies, strict=True)}
+    workers = [task.result() for task in rollouts]
+    # The replay actor needs to know the size of an epoch, which the prompt source tells; it starts in a second.
+    source, epoch_size = await workers[0].source.call_one()
+    replay = await _start_replay(config, placement, run_dir, Prompts(source=source, epoch_size=epoch_size), limits)
+    store_handle = await store.result().handle.call_one()
+    version, *_ = await learner.result().connect.call(store_handle, replay)
+    await asyncio.gather(
+        *(handle.connect.call_one(store_handle) for handle in replicas.values()),
+        *(worker.connect.call_one(replicas, replay) for worker in workers),
+    )
+    deadline = config.run.step_timeout_s
+    return Actors(
+        replay=RemoteReplay(replay, deadline),
+        learner=RemoteLearner(learner.result(), deadline),
+        replicas=tuple(RemoteReplica(name, handle, deadline) for name, handle in replicas.items()),
+        workers=RemoteWorkers(workers, deadline),
+        handles=(learner.result(), *replicas.values(), *workers, store.result(), replay),
+        version=version,
+    )
+
+
+async def _start_policy(name: str, number: int, config: Config, folder: Path, placement: Placement, limits: dict):
+    options = PolicyActor.options(
+        mesh_name=name, hosts=placement.policy.one(number), with_gpus=config.job.gpus_per_host > 0, **limits
+    )
+    return await options.as_actor(name, str(folder), config.policy, config.weights, PolicyVersion(), config.root.seed)
+
+
+async def _start_learner(config: Config, folder: Path, placement: Placement, limits: dict) -> ActorHandle:
+    plan = LearnerPlan(
+        model_folder=str(folder),
+        learner=config.learner,
+        optimizer=config.optimizer,
+        objective=config.objective,
+        correction=config.asynchrony.correction,
+        total_steps=config.root.steps,
+        seed=config.root.seed,
+        temperature=config.sampling.temperature,
+        publish_dtype=config.policy.dtype,
+    )
+    hosts = placement.learner
+    options = LearnerActor.options(
+        mesh_name="learner",
+        hosts=hosts,
+        procs=config.learner.ranks // hosts.num_hosts,
+        spmd=True,
+        with_gpus=config.job.gpus_per_host > 0,
+        **limits,
+    )
+    return await options.as_actor(plan)
+
+
+async def _start_rollout(number: int, config: Config, folder: Path, placement: Placement, limits: dict) -> ActorHandle:
+    plan = RolloutPlan(
+        model_folder=str(folder),
+        prompts=config.root.prompts,
+        task=config.task,
+        reward=config.root.reward,
+        reward_timeout_s=config.root.reward_timeout_s,
+        sampling=config.sampling,
+        advantage=config.advantage,
+        rollout=config.rollout,
+        group_size=config.root.group_size,
+        seed=config.root.seed,
+    )
+    options = RolloutActor.options(mesh_name=f"rollout_{number}", hosts=placement.controller, **limits)
+    return await options.as_actor(plan)
+
+
+async def _start_replay(
+    config: Config, placement: Placement, run_dir: Path, prompts: Prompts, limits: dict
+) -> ActorHandle:
+    guess = config.root.group_size * config.policy.max_model_tokens // 2
+    options = ReplayActor.options(mesh_name="replay", hosts=placement.controller, **limits)
+    return await options.as_actor(
+        config.asynchrony,
+        groups_per_step=config.root.groups_per_step,
+        num_steps=config.root.steps,
+        prompts=prompts,
+        tokens_guess=guess,
+        journal_path=str(run_dir / "journal" / "replay.jsonl"),
+        keep_zero_advantage=config.advantage.zero_variance == "keep",
+    )

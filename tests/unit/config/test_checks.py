@@ -1,0 +1,236 @@
+"""Impossible combinations, one by one; each test gives the smallest change of the default that is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_async.config import Config, check, problems
+from forge_async.config import checks as c
+from forge_async.config import checks_disk as d
+from forge_async.config.not_built import NOT_BUILT, UNBUILT_WORDS, is_built
+from forge_async.config.schema import KEYS
+from forge_async.core.errors import ConfigError
+
+REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
+    (c.preset_is_kept, {"async.buffer": "none"}, ["async.max_staleness=2 contradicts async.buffer=none", "to 0"]),
+    (
+        c.preset_is_kept,
+        {"async.buffer": "double", "async.max_staleness": 1, "async.window": 4},
+        ["async.window=4 contradicts async.buffer=double"],
+    ),
+    (
+        c.age_is_corrected,
+        {"async.correction": "none"},
+        ["async.correction=none", "async.max_staleness=2", "async.force_uncorrected=true"],
+    ),
+    (c.dials_agree, {"async.publish_every": 4}, ["async.publish_every=4", "async.max_staleness=2"]),
+    (c.dials_agree, {"async.window": 130}, ["async.window=130", "129"]),
+    (c.dials_agree, {"async.max_staleness": 0, "async.window": 2}, ["async.window=2"]),
+    (c.dials_agree, {"async.window": 0}, ["window=0"]),
+    (c.dials_agree, {"async.order": "fifo", "async.window": 2}, ["async.order=fifo"]),
+    (
+        c.dials_agree,
+        {"async.buffer": "stream", "async.correction": "none", "async.force_uncorrected": True},
+        ["async.buffer=stream", "async.correction=token_is"],
+    ),
+    (c.parallel_divides, {"learner.ranks": 3, "learner.tensor_parallel": 2}, ["learner.tensor_parallel=2"]),
+    (c.parallel_divides, {"learner.ranks": 3, "learner.expert_parallel": 2}, ["learner.expert_parallel=2"]),
+    (c.batch_divides, {"learner.ranks": 3}, ["groups_per_step=64", "learner.ranks=3", "groups_per_step=66"]),
+    (c.group_has_baseline, {"group_size": 1}, ["group_size=1", "advantage.scale=group_std", "group_size=2"]),
+    (
+        c.completion_fits,
+        {"sampling.max_new_tokens": 64},
+        ["sampling.max_new_tokens=64", "policy.max_model_tokens=64", "policy.max_model_tokens=128"],
+    ),
+    (c.block_fits, {"policy.block_tokens": 48}, ["policy.block_tokens=48", "32", "policy.block_tokens=64"]),
+    (c.block_fits, {"policy.block_tokens": 20, "job.gpus_per_host": 2}, ["policy.block_tokens=32"]),
+    (c.engine_step_fits, {"policy.max_batch_tokens": 256}, ["policy.max_batch_tokens=256", "policy.max_sequences=512"]),
+    (c.row_fits, {"learner.row_tokens": 9000}, ["learner.row_tokens=9000", "learner.micro_batch_tokens=8192"]),
+    (c.held_out_exists, {"task.held_out_fraction": 0.0}, ["eval.num_prompts=200", "task.held_out_fraction=0"]),
+    (c.hosts_exist, {"job.learner_hosts": 2}, ["job.learner_hosts=2", "job.kind=local"]),
+    (c.hosts_exist, {"job.policy_hosts": 2, "job.kind": "process"}, ["job.policy_hosts=2"]),
+    (c.hosts_share_equally, {"job.kind": "slurm", "job.learner_hosts": 2}, ["learner.ranks=1", "learner.ranks=2"]),
+    (c.hosts_share_equally, {"job.kind": "slurm", "job.policy_hosts": 2}, ["policy.replicas=1"]),
+    (c.gpus_suffice, {"job.gpus_per_host": 1}, ["learner.ranks=1", "2 GPUs", "job.gpus_per_host=1"]),
+    (
+        c.gpus_suffice,
+        {"job.gpus_per_host": 8, "job.kind": "slurm", "learner.ranks": 16},
+        ["learner.ranks=16", "job.learner_hosts=1", "job.learner_hosts=2 or more"],
+    ),
+    (
+        c.gpus_suffice,
+        {"job.gpus_per_host": 8, "job.kind": "slurm", "policy.replicas": 8, "policy.tensor_parallel": 2},
+        ["policy.replicas * policy.tensor_parallel=16"],
+    ),
+    (c.image_is_given, {"job.kind": "kubernetes"}, ["job.kind=kubernetes", "job.image="]),
+    (c.time_limit_reads, {"job.time_limit": "4h"}, ["job.time_limit=4h", "04:00:00"]),
+    (c.end_is_chosen, {"run.resume": True, "run.overwrite": True}, ["run.resume=true and run.overwrite=true"]),
+]
+
+
+def refused(test: Any, changes: dict[str, Any]) -> str:
+    config = Config().replace(changes)
+    text = test(config)
+    assert text, "accepted"
+    assert "\n" not in text and text.endswith((".", "?"))
+    with pytest.raises(ConfigError):
+        check(config)
+    assert text in list(problems(config))
+    return text
+
+
+@pytest.mark.parametrize(("test", "changes", "parts"), REFUSED, ids=lambda item: getattr(item, "__name__", ""))
+def test_impossible_combinations_are_refused(test: Any, changes: dict[str, Any], parts: list[str]) -> None:
+    text = refused(test, changes)
+    for part in parts:
+        assert part in text, text
+
+
+def test_each_check_has_a_test() -> None:
+    assert {test for test, _, _ in REFUSED} == set(c.CHECKS)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"async.window": 129},
+        {"async.publish_every": 3},
+        {"async.max_staleness": 0, "async.correction": "none"},
+        {"async.correction": "none", "async.force_uncorrected": True},
+        {"learner.ranks": 2},
+        {"policy.block_tokens": 16, "job.gpus_per_host": 2},
+        {"task.held_out_fraction": 0.0, "eval.num_prompts": 0},
+        {"job.kind": "slurm", "job.learner_hosts": 2, "learner.ranks": 4, "job.time_limit": "2-04:00:00"},
+        {"job.kind": "kubernetes", "job.image": "x:1"},
+        {"async.on_stale": "drop"},
+        {"weights.transport": "rpc"},
+    ],
+)
+def test_what_only_just_fits_is_accepted(changes: dict[str, Any]) -> None:
+    check(Config().replace(changes))
+
+
+ASKED = {
+    "async.swap": "drain",
+    "async.on_stale": "reweight",
+    "async.fresh_fraction": 0.5,
+    "weights.transport": "shm",
+    "objective.name": "dapo",
+    "sampling.top_p": 0.9,
+    "sampling.top_k": 5,
+    "policy.tensor_parallel": 2,
+    "learner.tensor_parallel": 2,
+    "learner.expert_parallel": 2,
+    "run.resume": True,
+}
+
+
+@pytest.mark.parametrize("item", NOT_BUILT, ids=lambda item: item.key)
+def test_what_is_not_built_is_refused_by_name(item: Any) -> None:
+    text = refused(item.problem, {item.key: ASKED[item.key]})
+    assert f"{item.key}={str(ASKED[item.key]).lower()} is not built yet" in text and f"use {item.key}=" in text
+    assert item.problem(Config()) is None and not is_built(item.key, ASKED[item.key])
+
+
+def test_the_table_of_what_is_not_built_names_real_keys() -> None:
+    assert {item.key for item in NOT_BUILT} == set(ASKED)
+    assert {item.key for item in NOT_BUILT} | UNBUILT_WORDS.keys() <= KEYS.keys()
+
+
+def test_check_tells_the_first_problem_and_problems_tells_all() -> None:
+    config = Config().replace({"async.swap": "drain", "group_size": 1, "learner.ranks": 3})
+    assert len(list(problems(config))) == 3
+    with pytest.raises(ConfigError, match=r"async\.swap=drain is not built yet; use async\.swap=keep_kv\."):
+        check(config)
+
+
+# What lies on disk.
+
+
+def test_prompts_must_be_a_jsonl_file(tmp_path: Path) -> None:
+    good = tmp_path / "data.jsonl"
+    assert "prompts=gsm8k is not a .jsonl file" in refused(d.prompts_are_there, {"prompts": "gsm8k"})
+    assert "does not exist" in refused(d.prompts_are_there, {"prompts": str(good)})
+    good.write_text("{}\n")
+    check(Config().replace({"prompts": str(good)}))
+
+
+@pytest.mark.parametrize(
+    ("reward", "part"),
+    [
+        ("{dir}/my.py", "names no function"),
+        ("{dir}/my.py:", "names no function"),
+        ("{dir}/my.py:a b", "names no function"),
+        ("{dir}/none.py:score", "does not exist"),
+        ("{dir}/my.py:scor", "did you mean {dir}/my.py:score?"),
+        ("{dir}/my.py:other_thing", "define other_thing(...)"),
+        ("{dir}/broken.py:score", "broken.py, line 1, is not Python"),
+        ("nopackage.module:score", "no package nopackage"),
+        (".module:score", "no package"),
+    ],
+)
+def test_rewards_that_cannot_be_found_are_refused(reward: str, part: str, tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text("import os\n\ndef score(x):\n    return 0.0\n")
+    (tmp_path / "broken.py").write_text("def score(:\n")
+    text = refused(d.reward_is_there, {"reward": reward.format(dir=tmp_path)})
+    assert part.format(dir=tmp_path) in text, text
+
+
+@pytest.mark.parametrize("name", ["score", "later", "imported", "conditional"])
+def test_rewards_that_may_be_there_are_accepted_without_running_them(name: str, tmp_path: Path) -> None:
+    code = "from os import path as imported\nasync def score(x): ...\nlater = score\n"
+    code += "if True:\n    conditional = score\n" if name == "conditional" else "\n"
+    (tmp_path / "my.py").write_text(code + "raise_if_run: int = undefined\n")
+    check(Config().replace({"reward": f"{tmp_path / 'my.py'}:{name}"}))
+    check(Config().replace({"reward": "json.decoder:loads"}))
+
+
+def test_a_model_that_looks_local_must_be_there(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    for path in (str(folder), "./absent", "a/b/c"):
+        assert f"model.path={path} does not exist" in refused(d.model_is_there, {"model.path": path})
+    folder.mkdir()
+    assert "no config.json" in refused(d.model_is_there, {"model.path": str(folder)})
+    (folder / "config.json").write_text("{}")
+    check(Config().replace({"model.path": str(folder)}))
+    assert "is a file" in refused(d.model_is_there, {"model.path": str(folder / "config.json")})
+
+
+@pytest.mark.parametrize("name", ["smollm2", "Qwen/Qwen3-0.6B", "gpt2"])
+def test_names_of_the_hub_are_left_to_the_loader(name: str) -> None:
+    check(Config().replace({"model.path": name}))
+
+
+def test_a_run_directory_that_exists_is_refused(tmp_path: Path) -> None:
+    text = refused(d.run_dir_is_free, {"run.dir": str(tmp_path)})
+    assert f"run.dir={tmp_path} exists" in text and "run.overwrite=true" in text
+    assert ("run.resume=true" in text) == is_built("run.resume", True)
+    file = tmp_path / "file"
+    file.write_text("")
+    assert "is a file" in refused(d.run_dir_is_free, {"run.dir": str(file)})
+    assert "cannot be made" in refused(d.run_dir_is_free, {"run.dir": str(file / "below")})
+    check(Config().replace({"run.dir": str(tmp_path / "a" / "b")}))
+
+
+def test_overwriting_deletes_runs_only(tmp_path: Path, monkeypatch) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    changes = {"run.dir": str(run), "run.overwrite": True}
+    check(Config().replace(changes))
+    (run / "thesis.tex").write_text("")
+    assert "holds no run" in refused(d.run_dir_is_free, changes)
+    (run / "config.yaml").write_text("")
+    for name in ("journal", "checkpoints", "logs"):
+        (run / name).mkdir()
+    check(Config().replace(changes))
+    monkeypatch.chdir(run / "logs")
+    assert "the folder you are in" in refused(d.run_dir_is_free, changes)
+
+
+def test_a_place_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(d.os, "access", lambda path, mode: False)
+    assert "may not be written to" in refused(d.run_dir_is_free, {"run.dir": str(tmp_path / "x")})
