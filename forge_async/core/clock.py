@@ -40,8 +40,11 @@ async def within(awaitable: Awaitable[T], timeout_s: float, *, who: str, waits_f
     Raises StallError naming who waited, for what, and who should have answered, after `timeout_s` seconds.
     """
     try:
-        return await asyncio.wait_for(awaitable, timeout_s)
+        async with asyncio.timeout(timeout_s) as deadline:
+            return await awaitable
     except TimeoutError as error:
+        if not deadline.expired():
+            raise  # what was awaited failed by a time limit of its own
         raise StallError(
             f"{who} waited {timeout_s:g} s for {waits_for} from {from_whom}, which did not answer; "
             "see that process's log in the run directory."

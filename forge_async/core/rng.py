@@ -8,6 +8,8 @@ import numpy as np
 
 SAMPLE_SEED_SPACING = 1 << 12
 """Seeds of different groups differ by at least this; engines give sample i of a request the seed `seed + i`."""
+NUM_SAMPLE_SEEDS = (1 << 31) // SAMPLE_SEED_SPACING
+"""How many groups have seeds of their own."""
 
 
 def derive_seed(run_seed: int, *names: str | int) -> int:
@@ -22,10 +24,12 @@ def derive_seed(run_seed: int, *names: str | int) -> int:
 def request_seed(run_seed: int, group_index: int, turn: int) -> int:
     """Seed of a group's request for one turn; rollout i of the group samples with the returned value plus i.
 
-    The low 12 bits are cleared, so that up to 4,096 rollouts of a group never share a stream with another group
-    whose seed differs.
+    Groups count up from a place that run and turn choose, so that for groups of up to 4,096 rollouts no two of 2**19
+    groups in a row share a stream. (Hashing the group too would make two of them meet after some hundreds of groups:
+    torch's CPU generator tells only 2**32 seeds apart.)
     """
-    return derive_seed(run_seed, "sample", group_index, turn) // SAMPLE_SEED_SPACING * SAMPLE_SEED_SPACING
+    first = derive_seed(run_seed, "sample", turn) // SAMPLE_SEED_SPACING
+    return (first + group_index) % NUM_SAMPLE_SEEDS * SAMPLE_SEED_SPACING
 
 
 def stream(run_seed: int, *names: str | int) -> np.random.Generator:

@@ -6,6 +6,7 @@ Each room owns a frozen dataclass of such fields; `config/` composes them, print
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,6 +50,8 @@ def _check_field(key: str, value: Any, metadata: Any) -> None:
         raise ConfigError(f"{key}={value} is not one of {', '.join(choices)}.")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return
+    if math.isnan(value):
+        raise ConfigError(f"{key}={value} is not a number.")
     unit = f" {metadata['unit']}" if metadata.get("unit") else ""
     if low is not None and value < low:
         raise ConfigError(f"{key}={value} is below its least value {low:g}{unit}; give {low:g} or more.")
