@@ -307,8 +307,8 @@ def drive(seeds: int = 20) -> None:
     for seed in range(seeds):
         machine = ReplayMachine()
         machine.begin((AsyncSettings(max_staleness=2, window=4), 2), 2)
-        machine.work(seed, 150, 1)
-        machine.work(seed, 100, 0)
+        for stretch in range(4):
+            machine.work(100 * seed + stretch, 150 if seed % 2 else 40, (stretch + 1) % 2)
         machine.teardown()
 
 
