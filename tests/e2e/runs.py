@@ -85,12 +85,13 @@ def wait_for_steps(folder: Path, count: int, process: subprocess.Popen[str], tim
 
 
 def processes_of(folder: Path) -> dict[str, int]:
-    """Pids of a run's processes that live, by log name."""
+    """Pids of a run's processes that live, by log name; their own children share the log and are not meant."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
-                targets = {os.readlink(fd) for fd in (entry / "fd").iterdir()}
+                leads = os.getpgid(int(entry.name)) == int(entry.name)
+                targets = {os.readlink(fd) for fd in (entry / "fd").iterdir()} if leads else set()
             except OSError:
                 continue
             for target in targets:

@@ -1,0 +1,59 @@
+"""Whole runs: what they write, with one and with several processes of a kind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from e2e.runs import TINY, run
+
+from forge_async.observe.names import check_row
+from forge_async.observe.rollout_log import read_rollouts
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
+
+
+def test_an_asynchronous_run_tells_its_story(tmp_path: Path, tiny_model: Path) -> None:
+    words = [
+        f"model.path={tiny_model}", "task.name=sum", "groups_per_step=16", "group_size=8", "steps=8",
+        "eval.num_prompts=20", "optimizer.lr=0.001", "observe.tensorboard=true", "checkpoint.every_steps=4",
+    ]  # fmt: skip
+    ours = run(tmp_path, words)
+    assert ours.code == 0, ours.output
+    summary = ours.summary
+    assert (summary["status"], summary["steps"], summary["staleness/bound"]) == ("completed", 8, 2)
+    assert 1 <= summary["staleness/max"] <= 2, "batches overlap, within the bound"
+    assert summary["groups/admitted"] == sum(
+        summary[f"groups/{outcome}"] for outcome in ("trained", "filtered", "failed", "expired", "cancelled")
+    )
+    assert summary["groups/trained"] == 8 * 16
+    assert 0 <= summary["eval/before"] <= 1 and 0 <= summary["eval/after"] <= 1
+    for number, row in enumerate(ours.rows, start=1):
+        check_row(row)
+        assert row["step"] == number
+    trained = [event for event in ours.events if event["outcome"] == "trained"]
+    assert [event["index"] for event in trained] == list(range(128)), "strict order at W = 1"
+    assert all(e["admitted_s"] <= e["generated_s"] <= e["scored_s"] <= e["ended_s"] for e in trained)
+    assert {span["name"] for span in json.loads((ours.folder / "trace.json").read_text()) if span["ph"] == "X"} >= {
+        "generate", "train", "publish", "fetch", "swap", "score", "wait for batch",
+    }  # fmt: skip
+    rollouts = list(read_rollouts(ours.folder / "rollouts.jsonl.zst"))
+    assert len(rollouts) == 8 * 4 and all(rollout["prompt"].endswith("=") for rollout in rollouts)
+    assert "<svg" in (ours.folder / "report.html").read_text()
+    assert (ours.folder / "checkpoints" / "step-000008" / "model.safetensors").exists()
+    assert list((ours.folder / "tensorboard").iterdir())
+    assert not (ours.folder / "tmp").exists()
+
+
+def test_two_hosts_two_ranks_and_two_replicas_train(tmp_path: Path, tiny_model: Path) -> None:
+    words = [
+        f"model.path={tiny_model}", "job.kind=process", "learner.ranks=2", "policy.replicas=2", "steps=4", *TINY,
+        "optimizer.lr=0.001",
+    ]  # fmt: skip
+    ours = run(tmp_path, words, timeout_s=240)
+    assert ours.code == 0, ours.output
+    assert ours.summary["steps"] == 4
+    assert ours.summary["staleness/max"] <= 2
+    assert {event["replica"] for event in ours.events} == {"policy_0", "policy_1"}
+    assert max(row["mismatch/logprob_diff_max"] for row in ours.rows[:1]) < 1e-3, "both replicas serve the same weights"
