@@ -30,16 +30,18 @@ class ReplayActor(ForgeActor):
         settings: AsyncSettings,
         *,
         groups_per_step: int,
-        num_steps: int,
         prompts: Prompts,
-        tokens_guess: int,
-        journal_path: str,
-        keep_zero_advantage: bool,
+        num_steps: int | None = None,
+        tokens_guess: int = 1024,
+        journal_path: str = "",
+        keep_zero_advantage: bool = False,
     ) -> None:
+        """Without `journal_path` nothing is written, and the run cannot be resumed."""
         self._make_state: Callable[[], ReplayState] = lambda: ReplayState(
             settings=settings,
             groups_per_step=groups_per_step,
             prompts=prompts,
+            num_steps=num_steps,
             tokens_guess=tokens_guess,
             journal=Journal.open(Path(journal_path)) if journal_path else None,
         )
@@ -54,18 +56,25 @@ class ReplayActor(ForgeActor):
         await self.closing("the run ended")
 
     @concurrent_endpoint
-    async def admit(self, replica: str, max_groups: int, deadline_s: float) -> list[Admission]:
+    async def admit(self, replica: str, max_groups: int, deadline_s: float = 600.0) -> list[Admission]:
         """Groups for a replica to make, at least one; none only when the run is closed.
 
-        Raises StallError after `deadline_s` seconds, saying what stands in the way.
+        Raises StallError after `deadline_s` seconds, saying what stands in the way, unless the steps to come need no
+        more groups: then the wait goes on until the last step is done.
         """
+
+        def stalled() -> str | None:
+            if self._state.num_wanted() <= 0:
+                return None
+            return (
+                f"Replica {replica} was given no group for {deadline_s:g} s: {self._state.why_no_admission(replica)}."
+            )
+
         return await self._when(
             lambda: self._state.admit(replica, max_groups),
             lambda admissions: bool(admissions) or self._state.ledger.closed,
             deadline_s,
-            lambda: (
-                f"Replica {replica} was given no group for {deadline_s:g} s: {self._state.why_no_admission(replica)}."
-            ),
+            stalled,
         )
 
     @concurrent_endpoint
@@ -79,6 +88,14 @@ class ReplayActor(ForgeActor):
         await self._do(lambda: self._state.end(index, outcome, reason, attempt))
 
     @concurrent_endpoint
+    async def take(self, step: int, deadline_s: float = 600.0) -> list[Group]:
+        """The batch of `step`, sorted by admission index, for a loop that trains on it itself.
+
+        Raises StallError after `deadline_s` seconds, saying which groups are missing.
+        """
+        return await self._take(step, deadline_s)
+
+    @concurrent_endpoint
     async def take_share(
         self, step: int, batch_rank: int, batch_ranks: int, deadline_s: float
     ) -> tuple[Share, dict[str, Any]]:
@@ -86,14 +103,8 @@ class ReplayActor(ForgeActor):
 
         Raises StallError after `deadline_s` seconds, saying which groups are missing.
         """
-        groups = await self._when(
-            lambda: self._state.take(step),
-            lambda batch: batch is not None,
-            deadline_s,
-            lambda: f"The learner waited {deadline_s:g} s for a batch: {self._state.why_no_batch()}.",
-        )
+        groups = await self._take(step, deadline_s)
         if self._shares is None or self._shares[0] != step:
-            assert groups is not None
             shares = split_batch(groups, batch_ranks, keep_zero_advantage=self._keep_zero_advantage)
             computed = sum(share.samples.num_tokens for share in shares if share.samples)
             self._shares = (step, shares, _describe(groups, self._state) | {"tokens/computed": computed})
@@ -134,6 +145,16 @@ class ReplayActor(ForgeActor):
         """`close`, for the actor itself."""
         await self._do(lambda: self._state.close(reason))
 
+    async def _take(self, step: int, deadline_s: float) -> list[Group]:
+        batch = await self._when(
+            lambda: self._state.take(step),
+            lambda batch: batch is not None,
+            deadline_s,
+            lambda: f"The learner waited {deadline_s:g} s for a batch: {self._state.why_no_batch()}.",
+        )
+        assert batch is not None
+        return batch
+
     async def _do(self, change: Callable[[], T]) -> T:
         """Make a change and wake those who wait for one."""
         async with self._changed:
@@ -142,16 +163,18 @@ class ReplayActor(ForgeActor):
             return result
 
     async def _when(
-        self, attempt: Callable[[], T], done: Callable[[T], bool], timeout_s: float, stalled: Callable[[], str]
+        self, attempt: Callable[[], T], done: Callable[[T], bool], timeout_s: float, stalled: Callable[[], str | None]
     ) -> T:
-        """Try again after each change until `done`."""
+        """Try again after each change until `done`; `stalled` says what is wrong when that takes too long, or None."""
         deadline = time.monotonic() + timeout_s
         async with self._changed:
             while not done(result := attempt()):
                 try:
                     await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
                 except TimeoutError:
-                    raise StallError(stalled()) from None
+                    if cause := stalled():
+                        raise StallError(cause) from None
+                    deadline = time.monotonic() + timeout_s
             self._changed.notify_all()
             return result
 

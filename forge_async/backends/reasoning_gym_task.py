@@ -17,7 +17,7 @@ from forge_async.core.errors import ConfigError, ForgeError, MissingPackageError
 from forge_async.core.records import Prompt, PromptId
 from forge_async.core.rng import derive_seed
 from forge_async.prompt.ports import Renderer
-from forge_async.prompt.split import check_id, held_out_id, is_held_out
+from forge_async.prompt.split import check_id, held_out_id, is_demonstration, is_held_out
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
@@ -77,6 +77,8 @@ class ReasoningGymSource:
         seed: the run's seed.
         num_prompts: prompts of one epoch.
         held_out_fraction: share of texts kept for evaluation.
+        demonstration_fraction: share of the other texts kept for demonstrations.
+        demonstrations: give those prompts instead of the training prompts.
         system: system message of a chat; "" for none.
 
     A prompt's data holds `answer` (for reward functions of the user's own), and `data_set`, `options` and `entry`,
@@ -93,12 +95,16 @@ class ReasoningGymSource:
         seed: int = 0,
         num_prompts: int = 10_000,
         held_out_fraction: float = 0.2,
+        demonstration_fraction: float = 0.0,
+        demonstrations: bool = False,
         system: str = "",
     ) -> None:
         built_in = BUILT_INS.get(task) or BuiltIn(data_set=task, options={}, text=lambda entry: entry["question"])
         self.name = task
         self._renderer, self._seed, self._system = renderer, seed, system
         self._num_prompts, self._held_out_fraction = num_prompts, held_out_fraction
+        self._demonstration_fraction = demonstration_fraction
+        self._demonstrations = demonstrations and demonstration_fraction > 0
         self._data_set, self._text = built_in.data_set, built_in.text
         self._options = {**built_in.options, **(options or {})}
         self._items = create_data_set(self._data_set, self._options)
@@ -112,7 +118,7 @@ class ReasoningGymSource:
         check_id(id, self.name, len(self))
         for draw in range(MAX_DRAWS):
             entry = self._entry(derive_seed(self._seed, "prompt", self.name, id.epoch, id.index, draw))
-            if not self._is_held_out(entry):
+            if self._suits(entry):
                 return self._render(entry, id)
         raise ForgeError(
             f"Task {self.name} gave no prompt outside the held-out ones in {MAX_DRAWS} draws: "
@@ -135,6 +141,11 @@ class ReasoningGymSource:
 
     def _is_held_out(self, entry: Entry) -> bool:
         return is_held_out(self._text(entry), self._held_out_fraction)
+
+    def _suits(self, entry: Entry) -> bool:
+        """Whether the entry belongs to the part of the task that this source gives."""
+        kept = is_demonstration(self._text(entry), self._demonstration_fraction)
+        return not self._is_held_out(entry) and kept == self._demonstrations
 
     def _render(self, entry: Entry, id: PromptId) -> Prompt:
         entry, text = _plain(entry), self._text(entry)

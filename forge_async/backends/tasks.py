@@ -22,7 +22,9 @@ class OpenTask:
     """Reference of the exact match for evaluation; "" where the reward function itself is used."""
 
 
-def open_task(model_folder: str, task: TaskSettings, *, prompts: str, reward: str, seed: int) -> OpenTask:
+def open_task(
+    model_folder: str, task: TaskSettings, *, prompts: str, reward: str, seed: int, demonstrations: bool = False
+) -> OpenTask:
     """Open the prompts and name the rewards of a run.
 
     Args:
@@ -31,6 +33,7 @@ def open_task(model_folder: str, task: TaskSettings, *, prompts: str, reward: st
         prompts: a .jsonl file, or "" for the task's own prompts.
         reward: reference of the user's reward function, or "" for the task's own.
         seed: the run's.
+        demonstrations: give the prompts that are kept for demonstrations.
 
     Raises ConfigError when they cannot be used together.
     """
@@ -51,6 +54,8 @@ def open_task(model_folder: str, task: TaskSettings, *, prompts: str, reward: st
         seed=seed,
         num_prompts=task.num_prompts,
         held_out_fraction=task.held_out_fraction,
+        demonstration_fraction=task.demonstration_fraction,
+        demonstrations=demonstrations,
         system=task.system,
     )
     return OpenTask(source=source, renderer=renderer, reward=reward or SCORE, exact="" if reward else EXACT)

@@ -19,6 +19,12 @@ class TaskSettings:
     held_out_fraction: float = setting(
         0.2, "share of prompts kept for evaluation, chosen by a hash of the text", low=0.0, high=0.9
     )
+    demonstration_fraction: float = setting(
+        0.0,
+        "share of the other prompts that only apps.sft and the warm start see; 0: they see the training prompts",
+        low=0.0,
+        high=0.9,
+    )
     chat: str = setting(
         "auto", "render prompts with the model's chat template; auto: when it has one", choices=("auto", "on", "off")
     )

@@ -1,4 +1,4 @@
-"""Which prompts are kept for evaluation, by a hash of their text: stable as files grow and across sources."""
+"""Which prompts are kept for evaluation or demonstrations, by a hash of their text: stable across sources and runs."""
 
 from __future__ import annotations
 
@@ -17,6 +17,16 @@ def is_held_out(text: str, fraction: float) -> bool:
     """
     share = Fraction(fraction).limit_denominator(1000)
     return zlib.crc32(text.encode("utf-8", "surrogatepass")) % share.denominator < share.numerator
+
+
+def is_demonstration(text: str, fraction: float) -> bool:
+    """Whether a prompt that is not held out is kept for demonstrations, for a share `fraction` of those.
+
+    Decided by another hash than `is_held_out`, so that the two shares do not depend on each other.
+    """
+    share = Fraction(fraction).limit_denominator(1000)
+    found = zlib.crc32(b"demonstration:" + text.encode("utf-8", "surrogatepass"))
+    return found % share.denominator < share.numerator
 
 
 def held_out_id(source: str, index: int) -> PromptId:

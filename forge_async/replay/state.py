@@ -34,6 +34,7 @@ class ReplayState:
         groups_per_step: int,
         prompts: Prompts,
         tokens_guess: int,
+        num_steps: int | None = None,
         journal: Journal | None = None,
         ledger: Ledger | None = None,
     ) -> None:
@@ -44,6 +45,7 @@ class ReplayState:
             groups_per_step: P.
             prompts: where prompts come from.
             tokens_guess: tokens that a group is expected to have before the first one is ready.
+            num_steps: steps of the whole run, so that no group is admitted that no step will take; None: endless.
             journal: where events are kept; None: nowhere, and the run cannot be resumed.
             ledger: internal to `resume`.
         """
@@ -51,6 +53,7 @@ class ReplayState:
         self.settings = settings
         self.prompts = prompts
         self.ledger = ledger or Ledger(tokens_guess)
+        self.num_steps = num_steps
         self.buffer = Buffer()
         self.last_ages: Ages = ages([], 0, [])
         self.num_stale = 0
@@ -70,6 +73,7 @@ class ReplayState:
         groups_per_step: int,
         prompts: Prompts,
         tokens_guess: int,
+        num_steps: int | None = None,
         journal: Journal | None = None,
     ) -> ReplayState:
         """Go on from version `step` with the history in `events`; replicas join anew.
@@ -84,6 +88,7 @@ class ReplayState:
             groups_per_step=groups_per_step,
             prompts=prompts,
             tokens_guess=tokens_guess,
+            num_steps=num_steps,
             journal=journal,
             ledger=Ledger.replay([*events, restored], tokens_guess),
         )
@@ -126,7 +131,7 @@ class ReplayState:
             index: the group.
             outcome: `filtered`, `failed`, `expired` or `cancelled`.
             reason: a word or two for people, such as `zero_variance`.
-            attempt: the try that speaks, of its Admission; a report of a try that is not awaited (any more) ends nothing.
+            attempt: the try that speaks, from its Admission; a try that is no longer awaited ends nothing.
         """
         with self._writing():
             entry = self.ledger.entries.get(index)
@@ -216,6 +221,13 @@ class ReplayState:
             **self.last_ages.metrics(),
         }
 
+    def num_wanted(self) -> int:
+        """Groups that the steps to come need beyond those that are untaken."""
+        if self.num_steps is None:
+            return UNLIMITED
+        left = max(self.num_steps - self.ledger.next_step, 0)
+        return left * self.bound.groups_per_step - len(self.ledger.untaken)
+
     def why_no_batch(self) -> str:
         """What the next step waits for, in one sentence without full stop."""
         ledger = self.ledger
@@ -234,6 +246,8 @@ class ReplayState:
         num_untaken, behind = len(ledger.untaken), ledger.steps_unpulled(version)
         if ledger.closed:
             return "the run is closed"
+        if self.num_wanted() <= 0 and not ledger.counts[State.WAITING]:
+            return "the steps to come need no further group"
         if self.bound.synchronous and (ledger.counts[State.WAITING] or ledger.counts[State.IN_FLIGHT]):
             return f"at max_staleness=0 the round in progress must end first; {self.why_no_batch()}"
         if self.bound.room(num_untaken, behind) <= 0:
@@ -275,7 +289,7 @@ class ReplayState:
         ledger = self.ledger
         quiet = not ledger.counts[State.WAITING] and not ledger.counts[State.IN_FLIGHT]
         if quiet and all(step == ledger.next_step for step in ledger.replicas.values()):
-            for _ in range(self.bound.groups_per_step - len(ledger.untaken)):
+            for _ in range(min(self.bound.groups_per_step - len(ledger.untaken), self.num_wanted())):
                 self._admit_next()
 
     def _give_waiting(self, replica: str, version: int, max_groups: int) -> list[Admission]:
@@ -296,7 +310,7 @@ class ReplayState:
 
     def _may_admit(self, version: int) -> bool:
         room = self.bound.room(len(self.ledger.untaken), self.ledger.steps_unpulled(version))
-        return room > 0 and self._tokens_allow()
+        return room > 0 and self.num_wanted() > 0 and self._tokens_allow()
 
     def _tokens_allow(self) -> bool:
         ledger = self.ledger
@@ -327,7 +341,7 @@ class ReplayState:
         if prompt_id != group.prompt_id and not self.ledger.restores:
             raise StalenessError(f"Group {group.index} is of prompt {prompt_id}, not of {group.prompt_id}.")
         if prompt_id != group.prompt_id or self.ledger.is_dead(group.samples.versions):
-            self._apply(ev.Discarded(index=group.index, reason="made before the run was restored"))
+            self._discard(group.index)
             return False
         effect = self._apply(
             ev.Ready(index=group.index, num_tokens=group.samples.num_tokens, oldest_step=group.oldest_step())
@@ -335,6 +349,14 @@ class ReplayState:
         if effect is Effect.CHANGED:
             self.buffer.put(group)
         return effect is Effect.CHANGED
+
+    def _discard(self, index: int) -> None:
+        """Throw a result away; should it have been the awaited one, the group is made anew rather than lost."""
+        reason = "made by weights that a restore left behind"
+        self._apply(ev.Discarded(index=index, reason=reason))
+        entry = self.ledger.entries.get(index)
+        if entry is not None and entry.state is State.IN_FLIGHT:
+            self._apply(ev.Requeued(index=index, reason=reason))
 
     def _select(self) -> tuple[int, ...] | None:
         return select(

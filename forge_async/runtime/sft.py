@@ -31,7 +31,9 @@ async def run_sft(config: Config, model_folder: Path, say: Callable[[str], None]
     output = Path(config.sft.output or default_path("sft") / "model").expanduser().resolve()
     if output.exists():
         raise ConfigError(f"sft.output={output} exists; give another folder, or delete it first.")
-    task = open_task(str(model_folder), config.task, prompts=config.sft.data, reward="-", seed=config.root.seed)
+    task = open_task(
+        str(model_folder), config.task, prompts=config.sft.data, reward="-", seed=config.root.seed, demonstrations=True
+    )
     batches = _batches(config, task.source, task.renderer)
     scratch = Path(tempfile.mkdtemp(prefix="forge-sft-"))
     placement = await Placement.start(config.job, scratch)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, settings
@@ -66,7 +68,7 @@ class ReplayMachine(RuleBasedStateMachine):
     @initialize(dials=dials(on_stale=("wait", "drop")), num_replicas=st.integers(1, 3))
     def begin(self, dials, num_replicas: int) -> None:
         self.settings, self.groups_per_step = dials
-        self.common = {
+        self.common: dict[str, Any] = {
             "settings": self.settings,
             "groups_per_step": self.groups_per_step,
             "prompts": Prompts(source="s", epoch_size=EPOCH),
@@ -124,6 +126,15 @@ class ReplayMachine(RuleBasedStateMachine):
         awaited = entry is not None and entry.state in (State.WAITING, State.IN_FLIGHT)
         dead = any(one.incarnation < inc and newest > step for inc, step in self.dead_after)
         assert self.state.put([self.last]) == int(awaited and not dead)
+
+    @precondition(lambda self: any(one.step for one in self.tries))
+    @rule()
+    def finish_with_older_weights_than_was_said(self) -> None:
+        """A replica that reports a pull before it has swapped: the one fault that makes groups too old."""
+        self.disturbed = True
+        self.tries.sort(key=lambda one: one.step)
+        self.tries[-1] = dataclasses.replace(self.tries[-1], step=0)
+        self.finish(len(self.tries) - 1, 1, False)
 
     @precondition(lambda self: self.last is not None)
     @rule()

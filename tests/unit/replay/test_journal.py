@@ -1,0 +1,99 @@
+"""The journal file: whole, torn, damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from forge_async.core.errors import ConfigError, ForgeError
+from forge_async.core.records import PromptId
+from forge_async.replay import events as ev
+from forge_async.replay.journal import Journal
+
+PROMPT = PromptId(source="a:b", epoch=1, index=2)
+ALL_KINDS = [
+    ev.Admitted(index=0, prompt_id=PROMPT, num_tokens=7),
+    ev.Started(index=0, replica="r", step=0),
+    ev.Requeued(index=0, reason="too_old"),
+    ev.Ready(index=0, num_tokens=9, oldest_step=0),
+    ev.Discarded(index=0, reason="old"),
+    ev.Ended(index=0, outcome="filtered", reason="zero_variance"),
+    ev.Taken(step=0, indices=(0, 1)),
+    ev.Trained(step=0),
+    ev.Published(step=1),
+    ev.ReplicaJoined(replica="r", step=0),
+    ev.ReplicaLeft(replica="r"),
+    ev.Pulled(replica="r", step=1),
+    ev.Restored(step=1, incarnation=1, num_attempts=3),
+    ev.Closed(reason="done"),
+]
+
+
+def test_every_kind_of_event_survives_the_file(tmp_path) -> None:
+    path = tmp_path / "journal" / "events.jsonl"
+    journal = Journal.open(path)
+    journal.append(ALL_KINDS[:5])
+    journal.append([])
+    journal.append(ALL_KINDS[5:])
+    journal.close()
+    journal.close()
+    assert Journal.read(path) == ALL_KINDS
+    assert {type(event) for event in ALL_KINDS} == set(ev.Event.__args__)
+
+
+@pytest.mark.parametrize("torn", [b"{", b'{"schema":1,"event":"trained","step":5}', b"\x00\x00\x00\n", b'"\xff'])
+def test_a_torn_last_line_is_cut_off(tmp_path, torn: bytes) -> None:
+    path = tmp_path / "events.jsonl"
+    journal = Journal.open(path)
+    journal.append(ALL_KINDS)
+    journal.close()
+    with path.open("ab") as file:
+        file.write(torn)
+    assert Journal.read(path) == ALL_KINDS
+    journal = Journal.open(path)
+    journal.append([ev.Trained(step=1)])
+    journal.close()
+    assert Journal.read(path) == [*ALL_KINDS, ev.Trained(step=1)]
+
+
+def test_damage_in_the_middle_names_file_and_line(tmp_path) -> None:
+    path = tmp_path / "events.jsonl"
+    lines = [json.dumps(ev.to_json(event)) for event in ALL_KINDS]
+    lines[2] = lines[2][:10]
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(ForgeError, match=r"events\.jsonl, line 3"):
+        Journal.open(path)
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"schema": 99, "event": "trained", "step": 0}, "schema 99"),
+        ({"schema": 1, "event": "exploded"}, "exploded"),
+        ({"schema": 1, "event": "trained"}, "wrong or missing"),
+        ({"schema": 1, "event": "admitted", "index": 0, "num_tokens": 1, "prompt_id": ["s"]}, "wrong or missing"),
+        ([1], "line 1"),
+    ],
+)
+def test_a_whole_line_that_is_no_known_event_is_refused_even_at_the_end(tmp_path, record, words: str) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    with pytest.raises(ForgeError, match=words):
+        Journal.read(path)
+
+
+@pytest.mark.parametrize(("policy", "num"), [("always", 2), ("step", 1), ("never", 0)])
+def test_the_disk_is_synchronised_as_the_policy_says(tmp_path, monkeypatch, policy: str, num: int) -> None:
+    journal = Journal.open(tmp_path / "events.jsonl", fsync=policy)
+    calls: list[int] = []
+    monkeypatch.setattr(os, "fsync", calls.append)
+    journal.append([ev.Published(step=0)])
+    journal.append([ev.Published(step=1), ev.Trained(step=0)])
+    assert len(calls) == num
+
+
+def test_an_unknown_policy_is_refused(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="sometimes"):
+        Journal.open(tmp_path / "events.jsonl", fsync="sometimes")
