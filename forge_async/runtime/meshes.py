@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class Placement:
         return self
 
     async def _start(self, timeout_s: float) -> None:
+        _start_monarch(self.run_dir / "logs")
         self.guardian.add_path(self.tmp)
         on_start.append(self._guard)
         self._redirect_tmp(str(self.tmp))
@@ -133,6 +135,20 @@ class Placement:
         else:
             os.environ["TMPDIR"] = folder
         tempfile.tempdir = None  # so that it is looked up anew
+
+
+def _start_monarch(log_dir: Path) -> None:
+    """Start Monarch's client in this process; the line that it prints about its own log goes to the controller's."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    try:
+        with (log_dir / "controller.log").open("ab") as log:
+            os.dup2(log.fileno(), 2)
+        this_host()
+    finally:
+        os.dup2(terminal, 2)
+        os.close(terminal)
 
 
 def _temporary_folder(run_dir: Path) -> Path:

@@ -31,11 +31,12 @@ T = TypeVar("T")
 class RemoteReplica:
     """A policy replica's actor as the loops see it."""
 
-    def __init__(self, name: str, handle: ActorHandle, timeout_s: float) -> None:
-        self.name, self._handle, self._timeout_s = name, handle, timeout_s
+    def __init__(self, name: str, handle: ActorHandle, timeout_s: float, weights_timeout_s: float) -> None:
+        self.name, self._handle = name, handle
+        self._timeout_s, self._weights_timeout_s = timeout_s, weights_timeout_s
 
     async def pull(self, version: PolicyVersion) -> Pull:
-        return await self._handle.pull.call_one(version, timeout_s=self._timeout_s)
+        return await self._handle.pull.call_one(version, timeout_s=self._weights_timeout_s)
 
     async def stats(self) -> ReplicaStats:
         return await self._handle.stats.call_one(timeout_s=self._timeout_s)
@@ -93,8 +94,8 @@ class RemoteReplay:
 class RemoteLearner:
     """The learner's ranks as one."""
 
-    def __init__(self, handle: ActorHandle, timeout_s: float) -> None:
-        self._handle, self._timeout_s = handle, timeout_s
+    def __init__(self, handle: ActorHandle, timeout_s: float, weights_timeout_s: float) -> None:
+        self._handle, self._timeout_s, self._weights_timeout_s = handle, timeout_s, weights_timeout_s
 
     async def step(self, step: int, snapshot: bool) -> list[LearnerStep]:
         # The wait for a batch has the same limit inside, and says more when it ends; the step itself comes on top.
@@ -104,13 +105,13 @@ class RemoteLearner:
         return (await self._handle.snapshot.call(timeout_s=self._timeout_s))[0]
 
     async def stage(self, version: PolicyVersion) -> list[tuple[Shard, ...]]:
-        return await self._handle.stage.call(version, timeout_s=self._timeout_s)
+        return await self._handle.stage.call(version, timeout_s=self._weights_timeout_s)
 
     async def commit(self, manifest: Manifest) -> None:
-        await self._first.commit.call_one(manifest, timeout_s=self._timeout_s)
+        await self._first.commit.call_one(manifest, timeout_s=self._weights_timeout_s)
 
     async def retire(self, version: PolicyVersion) -> None:
-        await self._first.retire.call_one(version, timeout_s=self._timeout_s)
+        await self._first.retire.call_one(version, timeout_s=self._weights_timeout_s)
 
     async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
         return (await self._handle.score.call(token_ids, timeout_s=self._timeout_s))[0]
@@ -179,11 +180,11 @@ async def start_actors(
         *(handle.connect.call_one(store_handle) for handle in replicas.values()),
         *(worker.connect.call_one(replicas, replay) for worker in workers),
     )
-    deadline = config.run.step_timeout_s
+    deadline, weights_deadline = config.run.step_timeout_s, config.weights.timeout_s
     return Actors(
         replay=RemoteReplay(replay, deadline),
-        learner=RemoteLearner(learner.result(), deadline),
-        replicas=tuple(RemoteReplica(name, handle, deadline) for name, handle in replicas.items()),
+        learner=RemoteLearner(learner.result(), deadline, weights_deadline),
+        replicas=tuple(RemoteReplica(name, handle, deadline, weights_deadline) for name, handle in replicas.items()),
         workers=RemoteWorkers(workers, deadline),
         handles=(learner.result(), *replicas.values(), *workers, store.result(), replay),
         version=version,

@@ -1,0 +1,150 @@
+"""Cheap checks of a model against the configuration, before any process starts: each failure is one sentence.
+
+What is refused here would otherwise show minutes later, in some process, as an error of a library: vLLM fails on an
+unsuited head_dim at its first step only, and waits for ever for KV blocks that its cache does not have.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forge_async.config.schema import Config
+from forge_async.core.errors import ConfigError
+from forge_async.core.packages import require
+from forge_async.core.records import PromptId
+from forge_async.runtime.model_shape import ModelShape, read_shape
+
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What vLLM 0.32's attention on CPU is compiled for."""
+FEATURES = {
+    "monarch": "A run's processes",
+    "torch": "The learner",
+    "torchtitan": "The learner",
+    "vllm": "The policy engine",
+    "torchstore": "The weight store",
+    "xxhash": "The weight store",
+    "transformers": "The tokenizer",
+    "safetensors": "Reading a model",
+}
+"""Packages that every run needs, and what for."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""One of these holds the vocabulary. Where all are missing, transformers makes an empty tokenizer up."""
+NUM_PROBED_PROMPTS = 16
+"""Prompts that are rendered to see whether they fit."""
+
+
+def check_model(config: Config, folder: Path) -> None:
+    """Everything below, in order: packages, sizes, tokenizer and prompts. torch is not imported.
+
+    The last part imports transformers' tokenizers and the task's library: 3.5 s of CPU; the others take milliseconds.
+
+    Args:
+        config: checked configuration.
+        folder: what `resolve_model` returned for it.
+
+    Raises ConfigError, of one sentence, for the first thing that would keep the run from working.
+    """
+    check_packages(config)
+    check_shape(config, read_shape(folder, config.model.path))
+    check_prompts(config, folder)
+
+
+def check_packages(config: Config) -> None:
+    """Raise MissingPackageError for a package that is missing or of another version; by metadata, without imports."""
+    for module, feature in FEATURES.items():
+        require(module, feature=feature)
+    if not config.root.prompts:
+        require("reasoning_gym", feature=f"task.name={config.task.name}")
+    if config.observe.tensorboard:
+        require("tensorboard", feature="observe.tensorboard=true")
+
+
+def check_shape(config: Config, shape: ModelShape) -> None:
+    """Raise ConfigError when engine or learner cannot have a model of these sizes as the configuration asks for it."""
+    on_gpu = config.job.gpus_per_host > 0
+    if not on_gpu and shape.head_dim not in CPU_HEAD_DIMS:
+        raise ConfigError(
+            f"The model's head_dim={shape.head_dim} cannot be served on CPU, where the engine knows "
+            f"{', '.join(map(str, CPU_HEAD_DIMS))}; give another model.path."
+        )
+    longest = config.policy.max_model_tokens
+    if longest > shape.max_positions:
+        raise ConfigError(
+            f"policy.max_model_tokens={longest} is above the model's max_position_embeddings={shape.max_positions}; "
+            f"use policy.max_model_tokens={shape.max_positions} or less."
+        )
+    for key in ("policy.tensor_parallel", "learner.tensor_parallel"):
+        if shape.num_heads % config.value(key):
+            raise ConfigError(
+                f"{key}={config.value(key)} does not divide the model's {shape.num_heads} attention heads; "
+                f"use a divisor, such as {key}=1."
+            )
+    _check_kv_cache(config, shape)
+
+
+def _check_kv_cache(config: Config, shape: ModelShape) -> None:
+    """One sequence of full length must fit, in whole blocks, beside the one block that vLLM keeps for itself."""
+    need = least_kv_cache_bytes(config, shape)
+    if config.policy.kv_cache_bytes < need:
+        raise ConfigError(
+            f"policy.kv_cache_bytes={config.policy.kv_cache_bytes} cannot hold one sequence of "
+            f"policy.max_model_tokens={config.policy.max_model_tokens} tokens of this model; "
+            f"use policy.kv_cache_bytes={need} or more (a sequence that runs beside it needs as much again)."
+        )
+
+
+def kv_block_bytes(config: Config, shape: ModelShape) -> int:
+    """Bytes of one KV block on one rank of an engine."""
+    ranks = min(config.policy.tensor_parallel, shape.num_kv_heads)
+    return config.policy.block_tokens * shape.kv_bytes_per_token(config.policy.dtype) // ranks
+
+
+def least_kv_cache_bytes(config: Config, shape: ModelShape) -> int:
+    """The smallest `policy.kv_cache_bytes` with which the longest sequence can be generated."""
+    return (-(-config.policy.max_model_tokens // config.policy.block_tokens) + 1) * kv_block_bytes(config, shape)
+
+
+def full_length_sequences(config: Config, shape: ModelShape) -> int:
+    """Sequences of full length that the KV cache of one engine holds at a time."""
+    blocks = config.policy.kv_cache_bytes // kv_block_bytes(config, shape) - 1
+    return blocks // -(-config.policy.max_model_tokens // config.policy.block_tokens)
+
+
+def check_prompts(config: Config, folder: Path) -> int:
+    """Check the tokenizer, the prompts and the chat template together; returns the longest of the probed prompts.
+
+    Raises ConfigError when there is no usable tokenizer, it does not belong to the model, the task cannot be opened or
+    rendered, or a prompt and its completion are longer than the engine takes.
+    """
+    from forge_async.backends.tasks import open_task
+
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(f"model.path={folder} has no tokenizer ({' or '.join(TOKENIZER_FILES)}); put it there.")
+    root = config.root
+    task = open_task(str(folder), config.task, prompts=root.prompts, reward=root.reward, seed=root.seed)
+    ids = (
+        PromptId(source=task.source.name, epoch=0, index=index)
+        for index in range(min(NUM_PROBED_PROMPTS, len(task.source)))
+    )
+    longest = max(len(task.source.prompt(id).token_ids) for id in ids)
+    new, most = config.sampling.max_new_tokens, config.policy.max_model_tokens
+    if longest + new > most:
+        raise ConfigError(
+            f"A prompt of {longest} tokens and sampling.max_new_tokens={new} do not fit "
+            f"policy.max_model_tokens={most}; use policy.max_model_tokens={-(-(longest + new) // 32) * 32} or so."
+        )
+    return longest
+
+
+def check_task(config: Config) -> None:
+    """Raise ConfigError when the task or the file of prompts cannot be opened; for when there is no tokenizer yet."""
+    if config.root.prompts:
+        from forge_async.prompt.jsonl import read_jsonl
+
+        read_jsonl(config.root.prompts)
+        return
+    from forge_async.backends.reasoning_gym_task import BUILT_INS, create_data_set
+
+    built_in = BUILT_INS.get(config.task.name)
+    data_set, options = (built_in.data_set, built_in.options) if built_in else (config.task.name, {})
+    create_data_set(data_set, {**options, **config.task.options})
