@@ -16,14 +16,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that half knows the task `sum`, trained here by apps.sft from random weights."""
-    from models import tiny_qwen3
+    from forge_async.backends.tiny_model import TinyShape, to_json
 
     folder = tmp_path_factory.mktemp("tiny-model")
     start, trained = folder / "random", folder / "trained"
-    tiny_qwen3(start)
+    shape = TinyShape(dim=64, layers=2, heads=2, kv_heads=1, ffn=192)
     words = [f"model.path={start}", "task.name=sum", "sft.steps=250", "sft.lr=5e-3", f"sft.output={trained}"]
-    subprocess.run(
-        [sys.executable, "-m", "forge_async.apps.sft", *words],
-        check=True, timeout=170, cwd=folder, capture_output=True, env={**os.environ, "TMPDIR": str(folder)},
-    )  # fmt: skip
+    for command in (["forge_async.backends.tiny_model", str(start), to_json(shape)], ["forge_async.apps.sft", *words]):
+        subprocess.run(
+            [sys.executable, "-m", *command],
+            check=True, timeout=170, cwd=folder, capture_output=True, env={**os.environ, "TMPDIR": str(folder)},
+        )  # fmt: skip
     return trained

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,10 +21,11 @@ from forge_async.learner.ports import StepResult
 from forge_async.learner.settings import LearnerSettings, ObjectiveSettings, OptimizerSettings
 from forge_async.observe.process_stats import own_stats
 from forge_async.pipeline.ports import LearnerStep, Spans
-from forge_async.weights.manifest import Manifest, Shard
+from forge_async.weights.manifest import Manifest, Shard, build_manifest
 
 if TYPE_CHECKING:
     from forge_async.backends.titan_learner import TitanLearner
+    from forge_async.config import Config
     from forge_async.weights.plane import WeightPlane
 
 T = TypeVar("T")
@@ -35,22 +36,42 @@ class LearnerPlan:
     """All that a learner rank is built from."""
 
     model_folder: str
-    learner: LearnerSettings
-    optimizer: OptimizerSettings
-    objective: ObjectiveSettings | None
-    """None trains by cross-entropy on demonstrations."""
-    correction: str
     total_steps: int
-    seed: int
-    temperature: float
-    publish_dtype: str
+    """Length of the learning-rate schedule, in steps."""
+    learner: LearnerSettings = field(default_factory=LearnerSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    objective: ObjectiveSettings | None = field(default_factory=ObjectiveSettings)
+    """None trains by cross-entropy on demonstrations."""
+    correction: str = "token_is"
+    """As `async.correction`."""
+    seed: int = 0
+    temperature: float = 1.0
+    """The sampler's."""
+    publish_dtype: str = "float32"
+    """The policy engine's dtype."""
+
+    @classmethod
+    def of(cls, config: Config, model_folder: str) -> LearnerPlan:
+        """What a run's configuration asks for."""
+        return cls(
+            model_folder=model_folder,
+            total_steps=config.root.steps,
+            learner=config.learner,
+            optimizer=config.optimizer,
+            objective=config.objective,
+            correction=config.asynchrony.correction,
+            seed=config.root.seed,
+            temperature=config.sampling.temperature,
+            publish_dtype=config.policy.dtype,
+        )
 
 
 class LearnerActor(ForgeActor):
     """Rank of an SPMD mesh. Torch work runs on one thread, so that the actor stays free to publish meanwhile."""
 
-    def __init__(self, plan: LearnerPlan) -> None:
-        self._plan = plan
+    def __init__(self, plan: LearnerPlan, store: ActorHandle | None = None) -> None:
+        """With a store, `publish` puts snapshots there; without, `connect` says where they go."""
+        self._plan, self._store = plan, store
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
         self._learner: TitanLearner | None = None
         self._plane: WeightPlane | None = None
@@ -59,6 +80,8 @@ class LearnerActor(ForgeActor):
 
     async def setup(self) -> None:
         await self._run(self._build)
+        if self._store is not None:
+            self._join(await self._store.handle.call_one())
 
     async def teardown(self) -> None:
         if self._learner is not None:
@@ -67,10 +90,7 @@ class LearnerActor(ForgeActor):
     @concurrent_endpoint
     async def connect(self, store_handle: bytes, replay: ActorHandle) -> PolicyVersion:
         """Join the weight store and the replay actor; returns the version of the loaded model."""
-        from forge_async.backends.torchstore_store import TorchstoreStore
-        from forge_async.weights.plane import WeightPlane
-
-        self._plane = WeightPlane(TorchstoreStore(store_handle))
+        self._join(store_handle)
         self._replay = replay
         return self._rank.version
 
@@ -121,9 +141,24 @@ class LearnerActor(ForgeActor):
     @concurrent_endpoint
     async def stage(self, version: PolicyVersion) -> tuple[Shard, ...]:
         """Put this rank's shards of a snapshot into the store, and let go of the snapshot."""
-        shards, blob = self._snapshots.pop(version)
-        await self._weights.stage(version, self._rank.rank, blob)
-        return shards
+        return await self._stage(version)
+
+    @concurrent_endpoint
+    async def publish(self, version: PolicyVersion, keep_versions: int = 2) -> None:
+        """Make a snapshot readable to every policy, and delete all but the newest `keep_versions` versions.
+
+        Call on all ranks of a learner that was given a store, for one version after the other. The next step may be
+        trained meanwhile.
+        """
+        if self._store is None:
+            raise LearnerError("The learner has no store to publish to: start it as LearnerActor(plan, store).")
+        shards, rank = await self._stage(version), self._rank.rank
+        parts = await self._store.gather.call_one(str(version), rank, self._plan.learner.ranks, shards)
+        if rank != 0:
+            return
+        await self._weights.commit(build_manifest(version, parts))
+        for old in (await self._weights.versions())[:-keep_versions]:
+            await self._weights.retire(old)
 
     @concurrent_endpoint
     async def commit(self, manifest: Manifest) -> None:
@@ -161,6 +196,19 @@ class LearnerActor(ForgeActor):
         if self._plane is None:
             raise LearnerError("The learner is not connected to the weight store.")
         return self._plane
+
+    def _join(self, store_handle: bytes) -> None:
+        from forge_async.backends.torchstore_store import TorchstoreStore
+        from forge_async.weights.plane import WeightPlane
+
+        self._plane = WeightPlane(TorchstoreStore(store_handle))
+
+    async def _stage(self, version: PolicyVersion) -> tuple[Shard, ...]:
+        if version not in self._snapshots:
+            raise LearnerError(f"The learner has no snapshot of {version}: call snapshot after the step that makes it.")
+        shards, blob = self._snapshots.pop(version)
+        await self._weights.stage(version, self._rank.rank, blob)
+        return shards
 
     def _build(self) -> None:
         from forge_async.backends.titan_learner import TitanLearner

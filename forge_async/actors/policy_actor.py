@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import time
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from forge_async.actors.forge_actor import ForgeActor, concurrent_endpoint
+from forge_async.actors.forge_actor import ActorHandle, ForgeActor, concurrent_endpoint
 from forge_async.core.errors import PolicyError
 from forge_async.core.versions import PolicyVersion
 from forge_async.observe.process_stats import own_stats
@@ -34,14 +35,20 @@ class PolicyActor(ForgeActor):
         self,
         name: str,
         model_folder: str,
-        policy: PolicySettings,
-        weights: WeightsSettings,
-        start_version: PolicyVersion,
-        seed: int,
+        policy: PolicySettings | None = None,
+        weights: WeightsSettings | None = None,
+        start_version: PolicyVersion | None = None,
+        seed: int = 0,
+        store: ActorHandle | None = None,
     ) -> None:
+        """With a store, it begins with the newest version that is readable there; without, `connect` and `pull`."""
         self._name, self._model_folder = name, model_folder
-        self._policy, self._weights = policy, weights
-        self._start_version, self._seed = start_version, seed
+        self._policy, self._weights = policy or PolicySettings(), weights or WeightsSettings()
+        self._start_version, self._seed = start_version or PolicyVersion(), seed
+        self._store = store
+        self._served: PolicyVersion | None = None
+        """What was pulled last; None while the engine's weights mean nothing."""
+        self._catching_up = asyncio.Lock()
         self._service = RequestService(self._build_engine)
         self._tickets: dict[int, Ticket] = {}
         self._numbers = itertools.count()
@@ -50,6 +57,9 @@ class PolicyActor(ForgeActor):
 
     async def setup(self) -> None:
         await self._service.start()
+        if self._store is not None:
+            self._join(await self._store.handle.call_one())
+            await self._catch_up()
 
     async def teardown(self) -> None:
         await self._service.close()
@@ -57,11 +67,26 @@ class PolicyActor(ForgeActor):
     @concurrent_endpoint
     async def connect(self, store_handle: bytes) -> dict[str, float]:
         """Join the weight store; returns how long the parts of the start took, in seconds by name."""
-        from forge_async.backends.torchstore_store import TorchstoreStore
-        from forge_async.weights.plane import WeightPlane
-
-        self._plane = WeightPlane(TorchstoreStore(store_handle))
+        self._join(store_handle)
         return self._built
+
+    @concurrent_endpoint
+    async def generate(self, requests: Sequence[GenerationRequest], min_step: int = 0) -> list[GenerationResult]:
+        """Complete requests that belong together; returns when all are done, in their order.
+
+        Args:
+            min_step: no token comes from a version below it (Law 4; of the groups' admissions). A replica that is
+                behind, because it was started anew, first pulls the newest version.
+        """
+        async with self._catching_up:
+            if self._is_behind(min_step):
+                await self._catch_up()
+        if self._is_behind(min_step):
+            raise PolicyError(
+                f"{self._name} serves {self._served or 'no version yet'}, but version {min_step} is asked for: publish "
+                "it, and have the policy pull it, before prompts are admitted."
+            )
+        return await self._service.generate(requests)
 
     @concurrent_endpoint
     async def submit(self, requests: Sequence[GenerationRequest]) -> int:
@@ -87,22 +112,7 @@ class PolicyActor(ForgeActor):
         Raises WeightsError when it cannot be read whole (the replica goes on with what it has), FingerprintError when
         what it would serve is not what was published.
         """
-        if self._plane is None:
-            raise PolicyError(f"{self._name} is not connected to the weight store.")
-        started_s, begun = time.time(), time.perf_counter()
-        manifest, blobs = await self._plane.read(version)
-        weights = unpack(manifest, blobs)
-        fetch_s = time.perf_counter() - begun
-        pause_s = await self._service.between_steps(lambda engine: self._swap(engine, manifest, weights))
-        assembled = sum(shard.num_bytes for shard in manifest.shards if shard.shape != shard.global_shape)
-        return Pull(
-            version=version,
-            fetch_s=fetch_s,
-            pause_s=pause_s,
-            num_bytes=manifest.num_bytes,
-            held_bytes=manifest.num_bytes + assembled,
-            started_s=started_s,
-        )
+        return await self._pull(version)
 
     @concurrent_endpoint
     async def score(self, token_ids: np.ndarray) -> tuple[PolicyVersion, np.ndarray]:
@@ -116,6 +126,43 @@ class PolicyActor(ForgeActor):
         own = own_stats()
         return ReplicaStats(
             service=self._service.take_stats(), kv_usage=kv_usage, rss_bytes=own.rss_bytes, cpu_s=own.cpu_s
+        )
+
+    def _join(self, store_handle: bytes) -> None:
+        from forge_async.backends.torchstore_store import TorchstoreStore
+        from forge_async.weights.plane import WeightPlane
+
+        self._plane = WeightPlane(TorchstoreStore(store_handle))
+
+    def _is_behind(self, min_step: int) -> bool:
+        return self._served is None or self._served.step < min_step
+
+    async def _catch_up(self) -> None:
+        """Pull the newest readable version, if there is one."""
+        if versions := await self._connected.versions():
+            await self._pull(versions[-1])
+
+    @property
+    def _connected(self) -> WeightPlane:
+        if self._plane is None:
+            raise PolicyError(f"{self._name} is not connected to the weight store.")
+        return self._plane
+
+    async def _pull(self, version: PolicyVersion) -> Pull:
+        started_s, begun = time.time(), time.perf_counter()
+        manifest, blobs = await self._connected.read(version)
+        weights = unpack(manifest, blobs)
+        fetch_s = time.perf_counter() - begun
+        pause_s = await self._service.between_steps(lambda engine: self._swap(engine, manifest, weights))
+        self._served = version
+        assembled = sum(shard.num_bytes for shard in manifest.shards if shard.shape != shard.global_shape)
+        return Pull(
+            version=version,
+            fetch_s=fetch_s,
+            pause_s=pause_s,
+            num_bytes=manifest.num_bytes,
+            held_bytes=manifest.num_bytes + assembled,
+            started_s=started_s,
         )
 
     def _build_engine(self) -> Engine:

@@ -35,6 +35,8 @@ PROCS = "procs"
 
 on_start: list[Callable[[Process], None]] = []
 """Called with each process that was started, so that a guardian outside this process can end it if this one cannot."""
+before_stop_all: list[Callable[[], Any]] = []
+"""Called when all is about to be ended, by those who would otherwise start anew what ends."""
 faults: deque[str] = deque(maxlen=200)
 """What Monarch reported as unhandled faults, newest last. A death is noticed, and acted on, by `Watch` well before."""
 
@@ -187,6 +189,8 @@ class Procs:
     @staticmethod
     async def stop_all(timeout_s: float = 10.0) -> None:
         """End all that this process has started, together."""
+        for notify in tuple(before_stop_all):
+            notify()
         await asyncio.gather(*(procs.stop(timeout_s) for procs in tuple(Procs.running)))
 
 

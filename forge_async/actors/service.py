@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forge_async.actors.forge_actor import ActorHandle, Options, spawn  # first: it prepares Monarch's environment
-from forge_async.actors.procs import Hosts
+from forge_async.actors.procs import Hosts, before_stop_all
 
 # isort: split
 from monarch._src.actor.endpoint import EndpointProperty
@@ -106,6 +106,7 @@ class Service:
             raise
         service.replicas = [Replica(index, handle) for index, handle in enumerate(handles)]
         service._tenders = [asyncio.ensure_future(service._tend(replica)) for replica in service.replicas]
+        before_stop_all.append(service._let_go)
         return service
 
     def __getattr__(self, name: str) -> ServiceEndpoint:
@@ -139,15 +140,23 @@ class Service:
 
     async def shutdown(self, timeout_s: float | None = None) -> None:
         """End all replicas, together. Calls under way fail with ActorDiedError. May be called again."""
-        tenders, self._tenders = self._tenders, []
-        for tender in tenders:
-            tender.cancel()
+        tenders = self._tenders
+        ending = self._let_go()
         await asyncio.gather(*tenders, return_exceptions=True)
+        await asyncio.gather(*(handle.shutdown(timeout_s) for handle in ending))
+
+    def _let_go(self) -> list[ActorHandle]:
+        """Respawn and serve no more; returns the actors that are still to be ended."""
+        with contextlib.suppress(ValueError):
+            before_stop_all.remove(self._let_go)
+        for tender in self._tenders:
+            tender.cancel()
+        self._tenders = []
         ending = [replica.handle for replica in self.replicas if replica.handle]
         for replica in self.replicas:
             replica.handle, replica.gone, replica.last_error = None, True, f"{self.name} was shut down."
         self._announce()
-        await asyncio.gather(*(handle.shutdown(timeout_s) for handle in ending))
+        return ending
 
     async def _spawn(self, index: int) -> ActorHandle:
         many = self.options.num_replicas > 1

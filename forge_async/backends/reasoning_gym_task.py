@@ -46,6 +46,10 @@ class BuiltIn:
     data_set: str
     options: Options
     text: Callable[[Entry], str]
+    lower: bool = False
+    """Whether words and answers are put in lower case."""
+    exact_only: bool = False
+    """Whether only the exact answer is rewarded, without the data set's partial credit."""
 
 
 BUILT_INS: dict[str, BuiltIn] = {
@@ -58,6 +62,8 @@ BUILT_INS: dict[str, BuiltIn] = {
         data_set="spell_backward",
         options={"min_word_len": 3, "max_word_len": 5},
         text=lambda entry: entry["metadata"]["word"] + ">",
+        lower=True,
+        exact_only=True,
     ),
 }
 """`sum`: `5-9=` is answered by `-4`. `spell`: `klam>` is answered by `malk`."""
@@ -105,7 +111,9 @@ class ReasoningGymSource:
         self._num_prompts, self._held_out_fraction = num_prompts, held_out_fraction
         self._demonstration_fraction = demonstration_fraction
         self._demonstrations = demonstrations and demonstration_fraction > 0
-        self._data_set, self._text = built_in.data_set, built_in.text
+        self._data_set, self._text, self._lower = built_in.data_set, built_in.text, built_in.lower
+        self.reward = EXACT if built_in.exact_only else SCORE
+        """Reference of the function that rewards completions of this task."""
         self._options = {**built_in.options, **(options or {})}
         self._items = create_data_set(self._data_set, self._options)
         self._check_plain()
@@ -137,7 +145,8 @@ class ReasoningGymSource:
         return [self._render(entry, held_out_id(self.name, index)) for index, entry in enumerate(found.values())]
 
     def _entry(self, seed: int) -> Entry:
-        return self._items[seed % len(self._items)]
+        entry = self._items[seed % len(self._items)]
+        return _lower(entry) if self._lower else entry
 
     def _is_held_out(self, entry: Entry) -> bool:
         return is_held_out(self._text(entry), self._held_out_fraction)
@@ -228,6 +237,12 @@ def _near(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     shown = ", ".join(known[:12]) + (" and others" if len(known) > 12 else "")
     return f"did you mean {near[0]}" if near else f"there are {shown}"
+
+
+def _lower(entry: Entry) -> Entry:
+    """The entry of a spelling task in lower case."""
+    word = entry["metadata"]["word"].lower()
+    return {**entry, "answer": entry["answer"].lower(), "metadata": {**entry["metadata"], "word": word}}
 
 
 def _plain(entry: Entry) -> Entry:

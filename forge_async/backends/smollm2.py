@@ -57,18 +57,18 @@ def convert(folder: Path) -> None:
     check_packages()
     if folder.exists():
         raise ConfigError(f"{folder} exists already; give another folder, or delete it first.")
-    os.environ["TQDM_DISABLE"] = "1"
+    source = _package_folder()
+    os.environ["TQDM_DISABLE"] = "1"  # transformers reads GGUF files with a progress bar of its own
     try:
         with new_folder(folder) as partial:
-            _write(partial)
+            _write(source, partial)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror or error}; give another folder.") from error
 
 
-def _write(folder: Path) -> None:
+def _write(source: Path, folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    source = _package_folder()
     _read_model(source).save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=MODEL_FILE)
     tokenizer.model_max_length = MAX_PROMPT_TOKENS

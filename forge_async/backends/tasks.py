@@ -45,7 +45,7 @@ def open_task(
             raise ConfigError(f"prompts={prompts} needs a reward; give reward=file.py:function.")
         source = JsonlSource(prompts, renderer, seed=seed, held_out_fraction=task.held_out_fraction, system=task.system)
         return OpenTask(source=source, renderer=renderer, reward=reward, exact="")
-    from forge_async.backends.reasoning_gym_task import EXACT, SCORE, ReasoningGymSource
+    from forge_async.backends.reasoning_gym_task import EXACT, ReasoningGymSource
 
     source = ReasoningGymSource(
         task.name,
@@ -58,4 +58,4 @@ def open_task(
         demonstrations=demonstrations,
         system=task.system,
     )
-    return OpenTask(source=source, renderer=renderer, reward=reward or SCORE, exact="" if reward else EXACT)
+    return OpenTask(source=source, renderer=renderer, reward=reward or source.reward, exact="" if reward else EXACT)

@@ -1,7 +1,7 @@
 """A tiny Qwen3 with random weights and a character tokenizer: what a warm start begins from.
 
-Run as a program in a process of its own, since it imports torch: `python -m forge_async.backends.tiny_model FOLDER SHAPE`,
-where SHAPE is the JSON of a TinyShape.
+Run as a program in a process of its own, since it imports torch:
+`python -m forge_async.backends.tiny_model FOLDER SHAPE`, where SHAPE is the JSON of a TinyShape.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def write_tiny_model(folder: Path, shape: TinyShape) -> None:
         head_dim=shape.head_dim,
         intermediate_size=shape.ffn,
         max_position_embeddings=256,
-        rope_theta=10_000.0,
+        rope_parameters={"rope_theta": 10_000.0, "rope_type": "default"},
         tie_word_embeddings=True,
         initializer_range=0.02,
         pad_token_id=PAD_ID,

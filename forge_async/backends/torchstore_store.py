@@ -30,23 +30,23 @@ class AsyncController(Controller):
 
     @endpoint
     async def get_controller_strategy(self) -> TorchStoreStrategy:
-        return Controller.get_controller_strategy._method(self)
+        return Controller.get_controller_strategy._method(self)  # pyright: ignore[reportAttributeAccessIssue]
 
     @endpoint
     async def locate_volumes(self, key: str) -> dict[str, StorageInfo]:
-        return Controller.locate_volumes._method(self, key)
+        return Controller.locate_volumes._method(self, key)  # pyright: ignore[reportAttributeAccessIssue]
 
     @endpoint
     async def notify_put(self, key: str, request: Request, storage_volume_id: str) -> None:
-        Controller.notify_put._method(self, key, request, storage_volume_id)
+        Controller.notify_put._method(self, key, request, storage_volume_id)  # pyright: ignore[reportAttributeAccessIssue]
 
     @endpoint
     async def keys(self, prefix: str | None = None) -> list[str]:
-        return list(Controller.keys._method(self, prefix))
+        return list(Controller.keys._method(self, prefix))  # pyright: ignore[reportAttributeAccessIssue]
 
     @endpoint
     async def notify_delete(self, key: str, storage_volume_id: str) -> None:
-        Controller.notify_delete._method(self, key, storage_volume_id)
+        Controller.notify_delete._method(self, key, storage_volume_id)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 async def start_store() -> bytes:

@@ -58,6 +58,7 @@ class VllmEngine:
         if on_cpu:
             os.environ.update({k: v for k, v in CPU_ENVIRONMENT.items() if not (settings.compile and "DYNAMO" in k)})
         from vllm import EngineArgs, LLMEngine
+        from vllm.exceptions import VLLMError
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         self.import_s = time.perf_counter() - begun
@@ -66,33 +67,36 @@ class VllmEngine:
 
             custom_ops._supports_onednn = False
         self._params_class, self._final_only = SamplingParams, RequestOutputKind.FINAL_ONLY
+        self._refusals = (ValueError, VLLMError)
         self._engine = LLMEngine.from_engine_args(EngineArgs(**_arguments(model_folder, settings, seed)))
         self.build_s = time.perf_counter() - begun - self.import_s
         self.version = version
         self._engine.set_weight_version(str(version))
+        self._finished: list[GenerationResult] = []
+        """Requests that finished while `score` stepped the engine."""
         self._inverse: dict[str, tuple[str, int, int]] | None = None
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
-        salt = str(self.version)
         for request in requests:
-            prompt = {"prompt_token_ids": request.prompt_token_ids.tolist(), "cache_salt": salt}
-            try:
-                self._engine.add_request(request.id, prompt, self._params(request))  # pyright: ignore[reportArgumentType]
-            except ValueError as error:
-                raise PolicyError(f"vLLM refused request {request.id}: {error}") from error
+            self._enqueue(request.id, request.prompt_token_ids, self._params(request), salt=str(self.version))
 
     def step(self) -> list[GenerationResult]:
-        return [_result(output) for output in self._engine.step() if output.finished]
+        finished, self._finished = self._finished, []
+        if self._engine.has_unfinished_requests():
+            finished += [_result(output) for output in self._engine.step() if output.finished]
+        return finished
 
     def abort(self, ids: Iterable[str]) -> None:
         self._engine.abort_request(list(ids))
 
     def num_unfinished(self) -> int:
-        return self._engine.get_num_unfinished_requests()
+        return self._engine.get_num_unfinished_requests() + len(self._finished)
 
     def load(self, weights: Mapping[str, Any], version: PolicyVersion) -> None:
         items = list(weights.items())
-        self._engine.collective_rpc(lambda worker: len(worker.get_model().load_weights(iter(items))))
+        self._engine.collective_rpc(
+            lambda worker: len(worker.get_model().load_weights(iter(items)))  # pyright: ignore[reportCallIssue]
+        )
         self._engine.set_weight_version(str(version))
         self.version = version
 
@@ -101,24 +105,35 @@ class VllmEngine:
         parameters = dict(model.named_parameters())
         for name in names:
             stored, start, rows = self._inverse_map(model).get(name, (name, 0, None))
-            tensor = parameters[stored].detach()
-            yield name, tensor if rows is None else tensor.narrow(0, start, rows)
+            if stored in parameters:
+                tensor = parameters[stored].detach()
+                yield name, tensor if rows is None else tensor.narrow(0, start, rows)
 
     def score(self, token_ids: np.ndarray) -> np.ndarray:
-        ids = [int(token) for token in token_ids]
+        ids = token_ids.tolist()
         params = self._params_class(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)
         # A salt of its own: log-probabilities of a prompt are only given for what is computed, not for cached blocks.
-        prompt = {"prompt_token_ids": ids, "cache_salt": f"score/{time.monotonic_ns()}"}
-        self._engine.add_request("score", prompt, params)  # pyright: ignore[reportArgumentType]
-        output = None
-        while output is None:
-            output = next((out for out in self._engine.step() if out.request_id == "score" and out.finished), None)
-        rows = output.prompt_logprobs or []
+        self._enqueue("score", token_ids, params, salt=f"score/{time.monotonic_ns()}")
+        scored: Any = None
+        while scored is None:
+            for output in self._engine.step():
+                if output.finished and output.request_id == "score":
+                    scored = output
+                elif output.finished:
+                    self._finished.append(_result(output))
+        rows = scored.prompt_logprobs or []
         return np.array([row[token].logprob for row, token in zip(rows[1:], ids[1:], strict=True)], dtype=np.float32)
 
     def kv_usage(self) -> float:
         core = self._engine.engine_core.engine_core  # pyright: ignore[reportAttributeAccessIssue]
         return float(core.scheduler.kv_cache_manager.usage)
+
+    def _enqueue(self, id: str, token_ids: np.ndarray, params: Any, *, salt: str) -> None:
+        prompt: Any = {"prompt_token_ids": token_ids.tolist(), "cache_salt": salt}
+        try:
+            self._engine.add_request(id, prompt, params)
+        except self._refusals as error:
+            raise PolicyError(f"vLLM refused request {id}: {error}") from error
 
     def _params(self, request: GenerationRequest) -> Any:
         sampling = request.sampling

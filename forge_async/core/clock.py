@@ -39,8 +39,9 @@ async def within(awaitable: Awaitable[T], timeout_s: float, *, who: str, waits_f
 
     Raises StallError naming who waited, for what, and who should have answered, after `timeout_s` seconds.
     """
+    deadline = asyncio.timeout(timeout_s)
     try:
-        async with asyncio.timeout(timeout_s) as deadline:
+        async with deadline:
             return await awaitable
     except TimeoutError as error:
         if not deadline.expired():

@@ -66,6 +66,10 @@ class Completions:
         """int64 [n + 1], where each completion starts on the flat axis, and the end."""
         return bounds(self.lengths)
 
+    def rows(self) -> list[np.ndarray]:
+        """The token ids of each completion, n times int32 [T]."""
+        return np.split(self.token_ids, self.bounds()[1:-1])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:

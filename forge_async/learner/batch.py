@@ -52,4 +52,5 @@ def split_samples(samples: Samples, num_ranks: int, group_indices: tuple[int, ..
 
 def _rows_with_gradient(samples: Samples) -> list[int]:
     edges = samples.bounds()[:-1]
-    return np.flatnonzero(np.add.reduceat(np.abs(samples.advantages), edges) > 0).tolist() if len(samples) else []
+    # "!= 0" rather than "> 0": an advantage that is not a number must reach the learner, which refuses it by name.
+    return np.flatnonzero(np.logical_or.reduceat(samples.advantages != 0, edges)).tolist() if len(samples) else []

@@ -82,9 +82,9 @@ class GroupMaker:
         prompts = {str(admission.index): self._source.prompt(admission.prompt_id) for admission in admissions}
         by_id = {str(admission.index): admission for admission in admissions}
         requests = [
-            self._request(str(admission.index), prompts[str(admission.index)], request_seed(self._run_seed, admission.index, 0))
-            for admission in admissions
-        ]  # fmt: skip
+            self._request(id, prompts[id], request_seed(self._run_seed, admission.index, 0))
+            for id, admission in by_id.items()
+        ]
         ticket, done = await policy.submit(requests), False
         while not done:
             results, done = await within(

@@ -1,4 +1,4 @@
-"""The remote ends that the pipeline's loops call, and what they answer. Actors implement them; tests put fakes there."""
+"""The remote ends that the pipeline's loops call, and what they answer. Actors implement them, and tests' fakes."""
 
 from __future__ import annotations
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from forge_async.core.versions import PolicyVersion
 from forge_async.observe import names
 from forge_async.observe.group_events import EventsLog, GroupEvent
 from forge_async.observe.progress import Progress
@@ -43,6 +45,8 @@ class _Weights:
     """The newest figures of the weights' way, and what waits to be matched."""
 
     publish_s: float = 0.0
+    pulled: PolicyVersion | None = None
+    """The version that `pull_s` and `pause_s` speak of: of the slowest replica so far."""
     pull_s: float = 0.0
     pause_s: float = 0.0
     lag_s: float = 0.0
@@ -82,7 +86,8 @@ class Recorder:
         self._known: dict[int, _Known] = {}
         self._weights = _Weights()
         self._totals: dict[str, float] = {}
-        self._steps: asyncio.Queue[_Step] = asyncio.Queue()
+        self._steps: deque[_Step] = deque()
+        self._arrived = asyncio.Event()
         self._last_ended_s = time.time()
         self._extra: dict[int, dict[str, float]] = {}
         self._closed = False
@@ -104,7 +109,8 @@ class Recorder:
     def stepped(self, step: int, ranks: Sequence[LearnerStep]) -> None:
         now = time.time()
         self._weights.step_ended_s[ranks[0].result.version.step] = now
-        self._steps.put_nowait(_Step(step=step, ranks=ranks, ended_s=now))
+        self._steps.append(_Step(step=step, ranks=ranks, ended_s=now))
+        self._arrived.set()
 
     def published(self, publication: Publication) -> None:
         self._weights.publish_s = publication.duration_s
@@ -113,9 +119,11 @@ class Recorder:
         self._tracer.add("weights", [("publish", "work", publication.started_s, publication.duration_s, args)])
 
     def pulled(self, replica: str, pull: Pull) -> None:
-        self._weights.pull_s = pull.fetch_s + pull.pause_s
-        self._weights.pause_s = pull.pause_s
-        self._weights.held_bytes[replica] = pull.held_bytes
+        weights, newer = self._weights, pull.version != self._weights.pulled
+        weights.pull_s = max(pull.fetch_s + pull.pause_s, 0.0 if newer else weights.pull_s)
+        weights.pause_s = max(pull.pause_s, 0.0 if newer else weights.pause_s)
+        weights.pulled = pull.version
+        weights.held_bytes[replica] = pull.held_bytes
         args = {"version": pull.version.step}
         swap_s = pull.started_s + pull.fetch_s
         self._tracer.add(f"{replica} weights", [("fetch", "work", pull.started_s, pull.fetch_s, args)])
@@ -128,12 +136,13 @@ class Recorder:
     async def run(self) -> None:
         """Write steps as they come; ends only by cancellation."""
         while True:
-            await self._write_step(await self._steps.get())
+            await self._write_waiting()
+            self._arrived.clear()
+            await self._arrived.wait()
 
     async def finish(self, reason: str) -> None:
         """Write what is left, end the groups that never ended, close the files."""
-        while not self._steps.empty():
-            await self._write_step(self._steps.get_nowait())
+        await self._write_waiting()
         self.close(reason)
 
     def close(self, reason: str) -> None:
@@ -144,6 +153,12 @@ class Recorder:
         self._write_events(list(self._known), "cancelled", reason, None)
         for part in (self._events, self._rollouts, self._tracer, self._sink):
             part.close()
+
+    async def _write_waiting(self) -> None:
+        """Write the steps that wait; one leaves the queue when it is written, so that a cancelled write loses none."""
+        while self._steps:
+            await self._write_step(self._steps[0])
+            self._steps.popleft()
 
     async def _write_step(self, step: _Step) -> None:
         stats, reports = await asyncio.gather(

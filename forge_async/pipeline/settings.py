@@ -50,6 +50,7 @@ class SftSettings:
     """Keys under `sft`: supervised fine-tuning on demonstrations."""
 
     data: str = setting("", "a .jsonl file of prompt and completion; empty: the task's own prompts and answers")
+    num_prompts: int = setting(0, "distinct demonstrations, used again and again; 0: as many as there are", low=0)
     steps: int = setting(300, "optimiser steps", unit="steps", low=1)
     batch_samples: int = setting(64, "demonstrations of one step", low=1)
     lr: float = setting(1e-3, "learning rate after warm-up", low=0.0)

@@ -84,7 +84,10 @@ class Engine(Protocol):
         ...
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-        """Yield (name, tensor) of what is really served, by Hugging Face names, fused layers taken apart."""
+        """Yield (name, tensor) of what is really served, by Hugging Face names, fused layers taken apart.
+
+        Names that the engine does not hold are left out.
+        """
         ...
 
     def score(self, token_ids: np.ndarray) -> np.ndarray:

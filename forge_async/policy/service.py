@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from forge_async.core.errors import PolicyError
+from forge_async.core.errors import ForgeError, PolicyError, one_sentence
 from forge_async.policy.ports import Engine, GenerationRequest, GenerationResult
 
 
@@ -53,6 +53,8 @@ class RequestService:
         self._engine: Engine | None = None
         self._inbox: list[tuple[Ticket, Sequence[GenerationRequest]]] = []
         self._commands: list[tuple[Callable[[Engine], Any], asyncio.Future[Any]]] = []
+        self._answering: list[tuple[Callable[[Engine], Any], asyncio.Future[Any]]] = []
+        """Commands of the turn that the engine's thread is at."""
         self._tickets: dict[str, Ticket] = {}
         self._wake = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
@@ -76,9 +78,12 @@ class RequestService:
 
     def submit(self, requests: Sequence[GenerationRequest]) -> Ticket:
         """Queue requests; they enter the engine together, in order, before its next step."""
-        if self._error is not None:
-            raise PolicyError(f"The policy's engine failed earlier: {self._error}") from self._error
+        self._check_serving()
+        for request in requests:
+            if request.id in self._tickets:
+                raise PolicyError(f"Request {request.id} is still unfinished; give a new one an id of its own.")
         ticket = Ticket(remaining=len(requests))
+        self._tickets.update({request.id: ticket for request in requests})
         self._inbox.append((ticket, requests))
         self._wake.set()
         return ticket
@@ -113,8 +118,7 @@ class RequestService:
 
     async def between_steps(self, command: Callable[[Engine], Any]) -> Any:
         """Run `command(engine)` on the engine's thread between two steps and return what it returns."""
-        if self._error is not None:
-            raise PolicyError(f"The policy's engine failed earlier: {self._error}") from self._error
+        self._check_serving()
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._commands.append((command, future))
         self._wake.set()
@@ -127,7 +131,11 @@ class RequestService:
 
     def num_unfinished(self) -> int:
         """Requests submitted and not finished."""
-        return len(self._tickets) + sum(len(requests) for _, requests in self._inbox)
+        return len(self._tickets)
+
+    def _check_serving(self) -> None:
+        if self._error is not None:
+            raise PolicyError(f"The policy serves no more: {self._error}") from self._error
 
     async def _wait(self, ticket: Ticket) -> None:
         while not ticket.finished and ticket.remaining and ticket.error is None:
@@ -144,17 +152,17 @@ class RequestService:
                     self._wake.clear()
                     await self._wake.wait()
                 inbox, self._inbox = self._inbox, []
-                commands, self._commands = self._commands, []
-                for ticket, requests in inbox:
-                    self._tickets.update({request.id: ticket for request in requests})
+                self._answering, self._commands = self._commands, []
                 answers, results = await loop.run_in_executor(
-                    self._thread, self._turn, [r for _, requests in inbox for r in requests], commands
+                    self._thread, self._turn, [r for _, requests in inbox for r in requests], self._answering
                 )
                 self._deliver(answers, results)
+                self._answering = []
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001 - the boundary of the engine: every waiter must hear of it
-            self._fail(error)
+            named = error if isinstance(error, ForgeError) else PolicyError(f"The engine failed: {one_sentence(error)}")
+            self._fail(named)
 
     def _turn(self, requests: list[GenerationRequest], commands: list) -> tuple[list, list[GenerationResult]]:
         """One turn on the engine's thread: commands, new requests, one step."""
@@ -210,10 +218,10 @@ class RequestService:
         for ticket in waiting:
             ticket.error = error
             ticket.changed.set()
-        for _, future in self._commands:
+        for _, future in self._answering + self._commands:
             if not future.done():
                 future.set_exception(error)
-        self._inbox, self._commands, self._tickets = [], [], {}
+        self._inbox, self._answering, self._commands, self._tickets = [], [], [], {}
 
 
 def _attempt(command: Callable[[Engine], Any], engine: Engine) -> tuple[Any, BaseException | None]:

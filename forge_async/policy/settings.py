@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from forge_async.core.settings import setting
+from forge_async.policy.ports import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,3 +32,13 @@ class SamplingSettings:
     max_new_tokens: int = setting(4, "longest completion of one turn", unit="tokens", low=1)
     top_p: float = setting(1.0, "nucleus sampling; 1: off", low=0.01, high=1.0)
     top_k: int = setting(0, "sample among the k likeliest tokens; 0: off", low=0)
+
+    def until(self, stop_token_ids: tuple[int, ...]) -> Sampling:
+        """These settings for completions that end with one of the given tokens."""
+        return Sampling(
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop_token_ids=stop_token_ids,
+        )

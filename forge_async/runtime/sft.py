@@ -85,11 +85,11 @@ def _plan(config: Config, model_folder: Path) -> LearnerPlan:
 def _batches(config: Config, source: PromptSource, renderer: Renderer) -> Iterator[Samples]:
     """Endless batches of demonstrations: prompts in the order of the source, epoch after epoch."""
     stop = np.array(renderer.stop_token_ids[:1], dtype=np.int32)
-    position = 0
+    position, limit = 0, config.sft.num_prompts
     while True:
         prompts, completions = [], []
         for _ in range(config.sft.batch_samples):
-            epoch, index = divmod(position, len(source))
+            epoch, index = divmod(position % limit if limit else position, len(source))
             position += 1
             prompt = source.prompt(PromptId(source=source.name, epoch=epoch, index=index))
             answer = prompt.data.get("completion", prompt.data.get("answer"))

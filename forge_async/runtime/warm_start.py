@@ -31,11 +31,27 @@ class WarmStart:
     steps: int
     """Supervised steps: few, so that most is left for reinforcement."""
     lr: float
+    min_lr_factor: float
+    num_prompts: int
+    """Distinct demonstrations; 0: all that there are."""
     batch_samples: int = 64
 
 
 WARM_STARTS: dict[str, WarmStart] = {
-    "sum": WarmStart(shape=TinyShape(dim=64, layers=2, heads=2, kv_heads=1, ffn=192), steps=250, lr=5e-3),
+    "spell": WarmStart(
+        shape=TinyShape(dim=128, layers=2, heads=4, kv_heads=2, ffn=384),
+        steps=150,
+        lr=1e-3,
+        min_lr_factor=0.85,
+        num_prompts=1000,
+    ),
+    "sum": WarmStart(
+        shape=TinyShape(dim=64, layers=2, heads=2, kv_heads=1, ffn=192),
+        steps=250,
+        lr=5e-3,
+        min_lr_factor=0.2,
+        num_prompts=0,
+    ),
 }
 
 
@@ -73,6 +89,8 @@ def _make(config: Config, recipe: WarmStart, folder: Path) -> None:
         f"sft.output={folder / 'model'}",
         f"sft.steps={recipe.steps}",
         f"sft.lr={recipe.lr}",
+        f"sft.min_lr_factor={recipe.min_lr_factor}",
+        f"sft.num_prompts={recipe.num_prompts}",
         f"sft.batch_samples={recipe.batch_samples}",
         *task,
     ]

@@ -21,7 +21,9 @@ def check_fingerprint(manifest: Manifest, read: Callable[[Iterable[str]], Iterat
     Raises FingerprintError naming the first differing parameter, in the order of the manifest.
     """
     by_name = manifest.by_name()
+    unread = set(by_name)
     for name, tensor in read(by_name):
+        unread.discard(name)
         for shard in by_name[name]:
             if tuple(tensor.shape) != shard.global_shape:
                 raise FingerprintError(
@@ -33,3 +35,8 @@ def check_fingerprint(manifest: Manifest, read: Callable[[Iterable[str]], Iterat
                     f"{who} pulled {manifest.version}, but {name} as it is served differs from what the learner "
                     "published; it must not serve."
                 )
+    if unread:
+        raise FingerprintError(
+            f"{who} pulled {manifest.version}, but serves no {min(unread)}; it must not serve. "
+            "Check that model.path is the same for learner and policy."
+        )

@@ -78,12 +78,17 @@ def build_manifest(version: PolicyVersion, parts: Iterable[Sequence[Shard]]) -> 
         if any((shard.global_shape, shard.dtype) != (first.global_shape, first.dtype) for shard in shards):
             raise WeightsError(f"{version}: the ranks disagree about shape or dtype of {name}; nothing was published.")
         have, want = sum(math.prod(shard.shape) for shard in shards), math.prod(first.global_shape)
-        if have != want or _overlap(shards):
+        if have != want or not all(map(_inside, shards)) or _overlap(shards):
             raise WeightsError(
                 f"{version}: the shards of {name} hold {have} elements in boxes that do not tile its {want}; "
                 "nothing was published."
             )
     return manifest
+
+
+def _inside(shard: Shard) -> bool:
+    extents = zip(shard.offsets, shard.shape, shard.global_shape, strict=True)
+    return all(low >= 0 and low + size <= whole for low, size, whole in extents)
 
 
 def _overlap(shards: Sequence[Shard]) -> bool:

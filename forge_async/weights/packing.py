@@ -105,7 +105,7 @@ def digest(tensor: torch.Tensor) -> int:
     import xxhash
 
     flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-    return xxhash.xxh3_64_intdigest(flat.numpy())
+    return xxhash.xxh3_64_intdigest(flat.numpy())  # pyright: ignore[reportArgumentType]
 
 
 def _view(shard: Shard, blob: torch.Tensor) -> torch.Tensor:

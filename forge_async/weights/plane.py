@@ -39,9 +39,15 @@ class WeightPlane:
             ) from error
 
     async def read(self, version: PolicyVersion) -> tuple[Manifest, dict[int, Any]]:
-        """Fetch a version: its manifest and the blob of each rank, checked against the manifest's digests."""
+        """Fetch a version: its manifest and the blob of each rank, checked against the manifest's digests.
+
+        Raises WeightsError when it is not there, is retired meanwhile, or arrived damaged.
+        """
         manifest = await self.manifest(version)
-        blobs = await asyncio.gather(*(self._store.get(f"{version}/shard/{rank}") for rank in manifest.ranks))
+        try:
+            blobs = await asyncio.gather(*(self._store.get(f"{version}/shard/{rank}") for rank in manifest.ranks))
+        except KeyError as error:
+            raise WeightsError(f"{version} was retired while it was read; pull a newer one.") from error
         for rank, blob in zip(manifest.ranks, blobs, strict=True):
             check_blob(manifest, rank, blob)
         return manifest, dict(zip(manifest.ranks, blobs, strict=True))

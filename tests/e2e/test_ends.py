@@ -16,7 +16,7 @@ LONG = ["steps=100000"]
 
 
 def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+    return {path.name for path in Path("/dev/shm").iterdir()}
 
 
 def interrupt_after_steps(tmp_path: Path, words: list[str], act) -> tuple[Finished, float]:

@@ -1,0 +1,1 @@
+"""`python -m forge_async.apps.bench NAME`: the measurements that docs/benchmarks.md explains."""

@@ -1,0 +1,77 @@
+"""`python -m forge_async.apps.bench NAME [--json FILE] [key=value ...]`: measure, print a table, write a JSON file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from forge_async.apps.arguments import Parser, path
+from forge_async.apps.bench import overlap, start, trl
+from forge_async.apps.bench.output import Report, print_table, write_json
+from forge_async.apps.bench.plan import Plan
+from forge_async.apps.exit import DONE, guarded_main
+from forge_async.core.errors import ConfigError
+from forge_async.observe.run_directory import default_path
+
+BENCHES: dict[str, Callable[[Plan], Report]] = {"start": start.measure, "overlap": overlap.measure, "trl": trl.measure}
+"""Name -> what measures; each module begins with what it shows."""
+ROUNDS_AND_STEPS = {"start": (3, 1), "overlap": (2, 40), "trl": (2, 30)}
+"""Runs of each case, and learner steps of a run, when the user says nothing."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns its exit code: 0 done, 1 failed, 2 bad usage, 130 interrupted."""
+    return guarded_main(lambda: _main(sys.argv[1:] if argv is None else argv))
+
+
+def _main(argv: Sequence[str]) -> int:
+    options = parse(argv)
+    plan = plan_of(options)
+    report = BENCHES[options.name](plan)
+    target = options.json or plan.folder / "bench.json"
+    write_json(report, target)
+    print_table(report)
+    print(f"\nwritten: {target}")
+    return DONE
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line. Raises ConfigError."""
+    parser = Parser(prog="python -m forge_async.apps.bench", description=__doc__)
+    parser.add_argument("name", choices=sorted(BENCHES), metavar="NAME", help=", ".join(sorted(BENCHES)))
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration of every run")
+    parser.add_argument("--config", action="append", default=[], help="configuration file or name; repeatable")
+    parser.add_argument("--json", type=path, help="file to write; without it bench.json in the folder of the runs")
+    parser.add_argument("--folder", type=path, help="new folder for the runs; without it runs/bench-NAME-<time>")
+    parser.add_argument("--rounds", type=int, default=0, help="runs of each case; medians are taken over them")
+    parser.add_argument("--steps", type=int, default=0, help="learner steps of a run (overlap, trl)")
+    parser.add_argument("--skip-cold", action="store_true", help="start: leave the cold start out")
+    parser.add_argument("--threads", type=int, action="append", default=[], help="trl: threads of TRL; repeatable")
+    options = parser.parse_intermixed_args(argv)
+    if min(options.rounds, options.steps, *options.threads, 0) < 0 or 0 in options.threads:
+        raise ConfigError("--rounds, --steps and --threads must be at least 1.")
+    return options
+
+
+def plan_of(options: argparse.Namespace) -> Plan:
+    """What to run: the options with their defaults filled in. Makes the folder of the runs."""
+    rounds, steps = ROUNDS_AND_STEPS[options.name]
+    folder = options.folder or default_path(f"bench-{options.name}").resolve()
+    if folder.exists():
+        raise ConfigError(f"--folder {folder} exists; give another one, or delete it first.")
+    plan = Plan.of(
+        options.config,
+        options.overrides,
+        folder=folder,
+        rounds=options.rounds or rounds,
+        steps=options.steps or steps,
+        cold=not options.skip_cold,
+        threads=options.threads,
+    )
+    folder.mkdir(parents=True)
+    return plan
+
+
+if __name__ == "__main__":
+    sys.exit(main())

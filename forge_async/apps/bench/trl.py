@@ -1,0 +1,128 @@
+"""`bench trl`: seconds a step of TRL's GRPOTrainer beside ours, on the same model, prompts and batch.
+
+TRL runs in an environment of its own, by scripts/bench_trl.py, which also says how it is tuned. Both sides train on
+every sample, also of groups with equal rewards, which TRL cannot leave out, and with a learning rate of 0, so that the
+model answers alike from step to step. The cases run in turn, round after round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from forge_async.apps.bench.figures import DROPPED_STEPS, cpu_figures, steady_rows, step_s_of
+from forge_async.apps.bench.output import Report, num_cores
+from forge_async.apps.bench.overlap import SAME_WORK, case_words
+from forge_async.apps.bench.plan import Plan, in_another_process
+from forge_async.apps.bench.runs import FinishedRun, run_grpo, run_process
+from forge_async.apps.bench.trl_environment import ROOT, trl_python
+from forge_async.config import Config
+from forge_async.core.errors import ConfigError, ForgeError
+from forge_async.core.records import PromptId
+
+SCRIPT = ROOT / "scripts" / "bench_trl.py"
+BOUNDS = (0, 2)
+"""S of our cases."""
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def measure(plan: Plan) -> Report:
+    """Run the cases, interleaved."""
+    python = trl_python(plan.folder / "install.log")
+    model = plan.model_folder()
+    spec = specification(plan.config, model, plan.steps)
+    theirs: dict[int, list[dict[str, Any]]] = {threads: [] for threads in plan.threads or (1, num_cores())}
+    ours: dict[int, list[FinishedRun]] = {bound: [] for bound in BOUNDS}
+    for number in range(plan.rounds):
+        for threads, results in theirs.items():
+            print(f"round {number + 1}/{plan.rounds}: TRL, threads={threads}", flush=True)
+            results.append(run_trl(python, spec | {"threads": threads}, plan.folder / f"trl-{threads}-{number}"))
+        for bound, runs in ours.items():
+            print(f"round {number + 1}/{plan.rounds}: ours, S={bound}", flush=True)
+            words = (*plan.words, f"model.path={model}", *SAME_WORK, *case_words(bound, plan.steps))
+            runs.append(run_grpo(words, plan.folder / f"S{bound}-{number}"))
+    return report(theirs, ours)
+
+
+def specification(config: Config, model: Path, steps: int) -> dict[str, Any]:
+    """What scripts/bench_trl.py needs to do the same work as a run with `config`."""
+    groups, group_size = config.root.groups_per_step, config.root.group_size
+    return {
+        "model": str(model),
+        **in_another_process(prompts_of, config, model, groups * steps),
+        "seed": config.root.seed,
+        "steps": steps,
+        "groups_per_step": groups,
+        "group_size": group_size,
+        "micro_batch_samples": groups * group_size,
+        "max_new_tokens": config.sampling.max_new_tokens,
+        "temperature": config.sampling.temperature,
+        "clip_low": config.objective.clip_low,
+        "clip_high": config.objective.clip_high,
+        **dataclasses.asdict(config.optimizer),
+        "lr": 0.0,
+    }
+
+
+def prompts_of(config: Config, model: Path, num_prompts: int) -> dict[str, list[Any]]:
+    """The first prompts of a run, as text and tokens, and their answers. Raises ConfigError where they have none."""
+    from forge_async.backends.tasks import open_task
+
+    root = config.root
+    source = open_task(str(model), config.task, prompts=root.prompts, reward=root.reward, seed=root.seed).source
+    numbers = (divmod(position, len(source)) for position in range(num_prompts))
+    prompts = [source.prompt(PromptId(source=source.name, epoch=epoch, index=index)) for epoch, index in numbers]
+    if any("answer" not in prompt.data for prompt in prompts):
+        raise ConfigError("bench trl rewards exact answers: every prompt needs a field `answer`.")
+    return {
+        "prompts": [prompt.text for prompt in prompts],
+        "token_ids": [prompt.token_ids.tolist() for prompt in prompts],
+        "answers": [str(prompt.data["answer"]) for prompt in prompts],
+    }
+
+
+def run_trl(python: Path, spec: Mapping[str, Any], stem: Path) -> dict[str, Any]:
+    """Run the script once; returns what it wrote."""
+    path, output = stem.with_suffix(".spec.json"), stem.with_suffix(".result.json")
+    path.write_text(json.dumps({**spec, "output": str(output), "scratch": str(stem)}))
+    threads = {"OMP_NUM_THREADS": str(spec["threads"])}
+    run_process([str(python), str(SCRIPT), str(path)], stem.with_suffix(".log"), {**ENVIRONMENT, **threads})
+    result = json.loads(output.read_text())
+    if len(result["step_s"]) <= DROPPED_STEPS:
+        raise ForgeError(f"{len(result['step_s'])} steps are too few: {DROPPED_STEPS} are left out; raise --steps.")
+    return result
+
+
+def report(theirs: Mapping[int, Sequence[Mapping[str, Any]]], ours: Mapping[int, Sequence[FinishedRun]]) -> Report:
+    """Figures of TRL's results by threads and of our runs by S."""
+    rows: list[dict[str, Any]] = []
+    for threads, results in theirs.items():
+        case = "trl" if threads == 1 else f"trl/threads={threads}"
+        rows.append({"case": case, **trl_figures(results)})
+    fastest_s = min(row["step_s"] for row in rows)
+    for bound, runs in ours.items():
+        step_s = step_s_of([row for run in runs for row in steady_rows(run)])
+        startup_s = median(run.head_s + float(run.summary["startup_s"]) for run in runs)
+        cpu_s = cpu_figures(runs, num_cores())["cpu_s"]
+        rows.append({"case": f"ours/S={bound}", "step_s": step_s, "startup_s": startup_s, "cpu_s": cpu_s})
+    for row in rows:
+        row["ratio"] = fastest_s / row["step_s"]
+    versions = next(result["versions"] for results in theirs.values() for result in results)
+    notes = [
+        "ratio: step time of the fastest TRL case over the case's own; more than 1 is faster than TRL.",
+        "TRL: " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ", one process.",
+    ]
+    return Report(bench="trl", rows=rows, notes=notes)
+
+
+def trl_figures(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Median step of the results, their first steps left out; CPU seconds as a mean, like ours."""
+    return {
+        "step_s": median(step_s for result in results for step_s in result["step_s"][DROPPED_STEPS:]),
+        "startup_s": median(result["startup_s"] for result in results),
+        "cpu_s": mean(cpu_s for result in results for cpu_s in result["cpu_s"][DROPPED_STEPS:]),
+    }

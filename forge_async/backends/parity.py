@@ -1,0 +1,128 @@
+"""Does the learner compute what transformers computes? Both read a folder; their logits on a few texts are compared."""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from forge_async.backends.hf_renderer import HfRenderer
+from forge_async.core.packages import require
+from forge_async.learner.settings import LearnerSettings, OptimizerSettings
+
+if TYPE_CHECKING:
+    import torch
+
+    from forge_async.backends.titan_learner import TitanLearner
+
+TOLERANCE = 1e-4
+"""Largest difference in logits, in float32, that passes. SmolLM2's logits reach 35, where float32 has 4e-6 steps."""
+TEXTS = (
+    "What is 17 + 25?",
+    "The capital of France is Paris, and the capital of Italy is Rome.",
+    "3 + 4 = 7. 5 - 9 = -4. 12 * 12 = 144. The next one is 8 + 8 = 16, and then there is one more.",
+)
+"""Printable ASCII, which the character tokenizer of the tiny model can express too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parity:
+    """What the comparison found."""
+
+    logits_diff_max: float
+    """Largest difference of two logits."""
+    logits_max: float
+    """Largest logit, as the scale of that difference."""
+    num_tokens: int
+    """Tokens that were compared."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the difference passes; not a number does not."""
+        return self.logits_diff_max <= TOLERANCE
+
+
+def compare(folder: Path, texts: Sequence[str] = TEXTS) -> Parity:
+    """Compare the learner's logits with those of transformers, in float32 on this process's device.
+
+    Args:
+        folder: Hugging Face folder of a model that the learner supports.
+        texts: each is rendered as a prompt, as a chat where the model has a template.
+
+    Raises ConfigError when the folder cannot be used, MissingPackageError when a package is missing.
+    """
+    for module in ("torch", "torchtitan", "transformers", "safetensors"):
+        require(module, feature="Comparing the learner with transformers")
+    renderer = HfRenderer(folder)
+    prompts = [renderer.render(text) for text in texts]
+    theirs = _transformers_logits(folder, prompts)
+    ours = _learner_logits(folder, prompts)
+    differences = [(a - b).abs().max() for a, b in zip(ours, theirs, strict=True)]
+    return Parity(
+        logits_diff_max=max(map(float, differences)) if all(map(_finite, differences)) else float("nan"),
+        logits_max=max(float(logits.abs().max()) for logits in theirs),
+        num_tokens=sum(map(len, prompts)),
+    )
+
+
+def _finite(value: torch.Tensor) -> bool:
+    return bool(value.isfinite())
+
+
+def _transformers_logits(folder: Path, prompts: Sequence[np.ndarray]) -> list[torch.Tensor]:
+    """float32 [T, V] of each prompt."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    with torch.no_grad():
+        return [model(torch.from_numpy(ids).long()[None]).logits[0].float() for ids in prompts]
+
+
+def _learner_logits(folder: Path, prompts: Sequence[np.ndarray]) -> list[torch.Tensor]:
+    """float32 [T, V] of each prompt, by a learner of one rank built as a run builds it."""
+    _be_the_only_rank()
+    from forge_async.backends.titan_learner import TitanLearner
+    from forge_async.learner.losses import cross_entropy_loss
+
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # random numbers on a CPU mesh: none are drawn
+        learner = TitanLearner(
+            folder,
+            loss=cross_entropy_loss,
+            learner=LearnerSettings(),
+            optimizer=OptimizerSettings(warmup_steps=0),
+            total_steps=1,
+            seed=0,
+        )
+    try:
+        return [_watch_logits(learner, ids) for ids in prompts]
+    finally:
+        learner.close()
+
+
+def _watch_logits(learner: TitanLearner, ids: np.ndarray) -> torch.Tensor:
+    """float32 [T, V], what the model gives on the learner's own way to log-probabilities."""
+    seen: list[torch.Tensor] = []
+    hook = learner._model.register_forward_hook(lambda _module, _inputs, logits: seen.append(logits.detach()))
+    try:
+        learner.score([ids])
+    finally:
+        hook.remove()
+    return seen[0][0].float().cpu()
+
+
+def _be_the_only_rank() -> None:
+    """The environment of torch's elastic launch, for a world of one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

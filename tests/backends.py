@@ -1,0 +1,57 @@
+"""Real backends as the contract suites want them; called inside a `Child`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+
+def vllm_engine(folder: str) -> Any:
+    """A vLLM engine for tiny models."""
+    from forge_async.backends.vllm_engine import VllmEngine
+    from forge_async.core.versions import PolicyVersion
+    from forge_async.policy.settings import PolicySettings
+
+    settings = PolicySettings(max_model_tokens=128, max_sequences=64, max_batch_tokens=1024, kv_cache_bytes=4 << 20)
+    return VllmEngine(folder, settings, PolicyVersion())
+
+
+def titan_learner(
+    folder: str,
+    port: int,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    row_tokens: int = 64,
+    micro_batch_tokens: int = 8192,
+    lr: float = 1e-3,
+    temperature: float = 1.0,
+    publish_dtype: str = "float32",
+) -> Any:
+    """A rank of a torchtitan learner; one made before in this process is closed."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+    )  # fmt: skip
+    from forge_async.backends.titan_learner import TitanLearner
+    from forge_async.learner.losses import objective_loss
+    from forge_async.learner.settings import LearnerSettings, ObjectiveSettings, OptimizerSettings
+
+    if _learners:
+        _learners.pop().close()
+    learner = TitanLearner(
+        Path(folder),
+        loss=objective_loss(ObjectiveSettings(), "token"),
+        learner=LearnerSettings(ranks=ranks, row_tokens=row_tokens, micro_batch_tokens=micro_batch_tokens),
+        optimizer=OptimizerSettings(lr=lr, warmup_steps=0),
+        total_steps=10,
+        seed=0,
+        temperature=temperature,
+        publish_dtype=publish_dtype,
+    )
+    _learners.append(learner)
+    return learner
+
+
+_learners: list[Any] = []

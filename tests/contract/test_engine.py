@@ -1,0 +1,304 @@
+"""What every Engine promises: the fake that unit tests use, and vLLM."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from forge_async.core.errors import FingerprintError, PolicyError
+from forge_async.core.versions import PolicyVersion
+from forge_async.policy.ports import GenerationRequest, Sampling
+from forge_async.weights.fingerprint import check_fingerprint
+from forge_async.weights.manifest import build_manifest
+from forge_async.weights.packing import LocalShard, pack
+from tests.child import Child
+from tests.fakes import TABLE, FakeEngine, bigram_table, log_softmax
+from tests.models import Reference, make_model, mixed_logprobs, read_weights
+
+pytestmark = pytest.mark.timeout(180)
+PROMPT = (1, 9, 33, 21, 60, 42, 13)
+LONG_PROMPT = (1, *((3 * i) % 90 + 4 for i in range(99)))
+_versions = itertools.count(1)
+
+
+class FakeSubject:
+    """The fake engine with two sets of weights."""
+
+    def __init__(self):
+        import torch
+
+        self.engine = FakeEngine(max_tokens=128)
+        self._tables = [bigram_table(0), bigram_table(1)]
+        self.weights = [{TABLE: torch.from_numpy(table)} for table in self._tables]
+
+    def logprobs(self, which, tokens, temperature=1.0):
+        rows = log_softmax(self._tables[which][list(tokens[:-1])] / temperature)
+        return rows[np.arange(len(tokens) - 1), list(tokens[1:])]
+
+    def mixed(self, tokens, num_old):
+        return np.concatenate([self.logprobs(0, tokens)[:num_old], self.logprobs(1, tokens)[num_old:]])
+
+
+class VllmSubject:
+    """vLLM with the tiny Qwen3, in a process of its own."""
+
+    def __init__(self, child, folders):
+        self.engine = child.build("tests.backends:vllm_engine", str(folders[0]))
+        self.weights = [read_weights(folder) for folder in folders]
+        self._references = [Reference(folder) for folder in folders]
+
+    def logprobs(self, which, tokens, temperature=1.0):
+        return self._references[which].logprobs(tokens, temperature)
+
+    def mixed(self, tokens, num_old):
+        return mixed_logprobs(*self._references, tokens, num_old)
+
+
+@pytest.fixture(scope="module")
+def child(tmp_path_factory):
+    made = Child(tmp_path_factory.mktemp("vllm") / "log")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module", params=["fake", pytest.param("vllm", marks=pytest.mark.stack)])
+def subject(request, tmp_path_factory):
+    if request.param == "fake":
+        return FakeSubject()
+    folders = [make_model(tmp_path_factory.mktemp(f"model{seed}"), "qwen3", seed) for seed in (0, 1)]
+    return VllmSubject(request.getfixturevalue("child"), folders)
+
+
+@pytest.fixture
+def engine(subject):
+    """The engine, idle, with the first weights under a version of their own."""
+    subject.engine.load(subject.weights[0], PolicyVersion(step=next(_versions)))
+    yield subject.engine
+    for _ in range(200):
+        if not subject.engine.num_unfinished():
+            return
+        subject.engine.step()
+    raise AssertionError("the test left requests that do not end")
+
+
+def request(id="a", prompt=PROMPT, *, n=1, seed=0, tokens=8, temperature=1.0, stop=()):
+    return GenerationRequest(
+        id=id,
+        prompt_token_ids=np.array(prompt, dtype=np.int32),
+        num_samples=n,
+        seed=seed,
+        sampling=Sampling(max_new_tokens=tokens, temperature=temperature, stop_token_ids=tuple(stop)),
+    )
+
+
+def finish(engine):
+    """Step until nothing is left; the completions by request id."""
+    found = {}
+    while engine.num_unfinished():
+        found.update({result.id: result.completions for result in engine.step()})
+    return found
+
+
+def generate(engine, *requests):
+    engine.add(list(requests))
+    return finish(engine)
+
+
+def rows(completions, column="token_ids"):
+    edges = completions.bounds()
+    return [getattr(completions, column)[a:b].tolist() for a, b in zip(edges[:-1], edges[1:], strict=True)]
+
+
+def served(engine, names):
+    return list(engine.read(names))
+
+
+def test_a_request_gives_as_many_completions_as_asked(engine):
+    completions = generate(engine, request(n=3, tokens=5))["a"]
+    assert completions.lengths.tolist() == [5, 5, 5]
+    assert completions.truncated.tolist() == [True] * 3
+    assert completions.token_ids.dtype == np.int32
+    assert completions.logprobs.dtype == np.float32
+    assert len({tuple(row) for row in rows(completions)}) == 3
+    assert engine.num_unfinished() == 0
+
+
+def test_the_same_seed_gives_the_same_tokens_in_any_company(engine):
+    alone = generate(engine, request(n=2, seed=40960))["a"]
+    others = [request(f"b{i}", PROMPT[: 2 + i % 5], n=3, seed=7 * i) for i in range(8)]
+    for company in (others[:2], others):
+        again = generate(engine, *company[:1], request(n=2, seed=40960), *company[1:])["a"]
+        assert again.token_ids.tolist() == alone.token_ids.tolist()
+        assert again.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+
+
+def test_completion_i_draws_from_the_seed_plus_i(engine):
+    together = generate(engine, request(n=4, seed=8192))["a"]
+    single = generate(engine, *(request(f"s{i}", seed=8192 + i) for i in range(4)))
+    assert rows(together) == [single[f"s{i}"].token_ids.tolist() for i in range(4)]
+
+
+def test_large_seeds_are_seeds_too(engine):
+    seed = 2**31 - 4096
+    assert rows(generate(engine, request(seed=seed))["a"]) == rows(generate(engine, request(seed=seed))["a"])
+
+
+def test_log_probabilities_are_those_of_the_reference(engine, subject):
+    results = generate(engine, *(request(f"r{i}", PROMPT[: 1 + i], n=2, seed=i * 4096, tokens=20) for i in range(6)))
+    for i in range(6):
+        for tokens, logprobs in zip(rows(results[f"r{i}"]), rows(results[f"r{i}"], "logprobs"), strict=True):
+            wanted = subject.logprobs(0, [*PROMPT[: 1 + i], *tokens])[i:]
+            assert logprobs == pytest.approx(wanted, abs=1e-5)
+
+
+def test_log_probabilities_are_of_what_was_sampled_at_its_temperature(engine, subject):
+    (tokens,), (logprobs,) = (rows(generate(engine, request(tokens=16, temperature=0.7))["a"], column)
+                              for column in ("token_ids", "logprobs"))  # fmt: skip
+    wanted = subject.logprobs(0, [*PROMPT, *tokens], temperature=0.7)[len(PROMPT) - 1 :]
+    assert logprobs == pytest.approx(wanted, abs=1e-5)
+
+
+def test_greedy_takes_the_likeliest_token_whatever_the_seed(engine, subject):
+    (first,), (second,) = (rows(generate(engine, request(seed=seed, temperature=0.0))["a"]) for seed in (1, 2))
+    assert first == second
+    likeliest = [max(range(3, 98), key=lambda t: subject.logprobs(0, [*PROMPT, t])[-1])]
+    assert first[0] in likeliest
+
+
+def test_a_stop_token_ends_a_completion_and_belongs_to_it(engine):
+    (tokens,) = rows(generate(engine, request(tokens=8, temperature=0.0))["a"])
+    stop = tokens[3]
+    end = tokens.index(stop) + 1
+    completions = generate(engine, request(tokens=8, temperature=0.0, stop=(stop,)))["a"]
+    assert rows(completions) == [tokens[:end]]
+    assert completions.truncated.tolist() == [False]
+
+
+def test_a_token_is_stamped_with_the_version_that_made_it(engine, subject):
+    old, new = engine.version, PolicyVersion(incarnation=3, step=engine.version.step + 1)
+    engine.add([request("a", n=2, tokens=10), request("b", PROMPT[:3], tokens=4), request("c", tokens=5)])
+    found = {}
+    for _ in range(4):
+        found.update({result.id: result.completions for result in engine.step()})
+    engine.load(subject.weights[1], new)
+    assert engine.version == new
+    found.update(finish(engine))
+    after = generate(engine, request("d", tokens=3))["d"]
+    versions = {id: each.versions for id, each in (found | {"d": after}).items()}
+    runs = {id: list(zip(v.lengths, v.steps, v.incarnations, strict=True)) for id, v in versions.items()}
+    assert runs == {
+        "a": [(4, old.step, 0), (6, new.step, 3)] * 2,
+        "b": [(4, old.step, 0)],
+        "c": [(4, old.step, 0), (1, new.step, 3)],
+        "d": [(3, new.step, 3)],
+    }
+
+
+def test_a_swap_keeps_what_the_old_version_remembered(engine, subject):
+    engine.add([request(tokens=16)])
+    for _ in range(8):
+        engine.step()
+    engine.load(subject.weights[1], PolicyVersion(step=next(_versions)))
+    completions = finish(engine)["a"]
+    tokens = [*PROMPT, *completions.token_ids.tolist()]
+    num_read = len(PROMPT) + 7  # the eighth token was made by the old version and is first read by the new one
+    wanted = subject.mixed(tokens, num_read)[len(PROMPT) - 1 :]
+    assert completions.logprobs == pytest.approx(wanted, abs=1e-4)
+    pure = subject.logprobs(0, tokens)[len(PROMPT) - 1 :]
+    assert completions.logprobs[:8] == pytest.approx(pure[:8], abs=1e-4)
+    assert np.abs(completions.logprobs[8:] - pure[8:]).max() > 1e-2
+
+
+def test_no_version_is_served_from_what_another_one_cached(engine, subject):
+    for _ in range(2):
+        generate(engine, request(prompt=LONG_PROMPT, tokens=4))
+    engine.add([request("slow", LONG_PROMPT, tokens=20)])
+    engine.step()
+    engine.load(subject.weights[1], PolicyVersion(step=next(_versions)))
+    finish(engine)
+    for _ in range(2):
+        completions = generate(engine, request(prompt=LONG_PROMPT, tokens=4))["a"]
+        wanted = subject.logprobs(1, [*LONG_PROMPT, *completions.token_ids.tolist()])[len(LONG_PROMPT) - 1 :]
+        assert completions.logprobs == pytest.approx(wanted, abs=1e-5)
+
+
+def test_what_is_read_back_is_what_was_loaded(engine, subject):
+    for which in (1, 0):
+        engine.load(subject.weights[which], PolicyVersion(step=next(_versions)))
+        assert_serves(engine, subject.weights[which])
+    assert served(engine, ["no.such.weight"]) == []
+
+
+def test_a_fingerprint_tells_versions_apart(engine, subject):
+    for which in (0, 1):
+        boxes = [
+            LocalShard(name=name, tensor=tensor, global_shape=tuple(tensor.shape), offsets=(0,) * tensor.dim())
+            for name, tensor in subject.weights[which].items()
+        ]
+        manifest = build_manifest(engine.version, [pack(boxes, 0)[0]])
+        if which == 0:
+            check_fingerprint(manifest, engine.read, "policy_0")
+        else:
+            with pytest.raises(FingerprintError, match="differs from what the learner published"):
+                check_fingerprint(manifest, engine.read, "policy_0")
+
+
+def test_a_score_is_the_log_probability_of_given_tokens(engine, subject):
+    for tokens in (PROMPT, LONG_PROMPT, LONG_PROMPT):
+        scored = engine.score(np.array(tokens, dtype=np.int32))
+        assert scored.dtype == np.float32
+        assert scored == pytest.approx(subject.logprobs(0, tokens), abs=1e-5)
+
+
+def test_scoring_loses_nothing_that_finishes_meanwhile(engine):
+    alone = generate(engine, request("a", tokens=1), request("b", n=2, tokens=6, seed=4096))
+    engine.add([request("a", tokens=1), request("b", n=2, tokens=6, seed=4096)])
+    for _ in range(4):
+        engine.score(np.array(PROMPT, dtype=np.int32))
+    found = finish(engine)
+    assert {id: rows(each) for id, each in found.items()} == {id: rows(each) for id, each in alone.items()}
+
+
+def test_an_aborted_request_is_forgotten(engine):
+    engine.add([request("a", n=2, tokens=50), request("b", tokens=4)])
+    engine.step()
+    engine.abort(["a", "never heard of"])
+    assert engine.num_unfinished() == 1
+    assert list(finish(engine)) == ["b"]
+    assert list(generate(engine, request("a", tokens=2))) == ["a"]
+
+
+def test_a_request_that_cannot_be_served_is_refused_by_its_id(engine):
+    with pytest.raises(PolicyError, match="refused request big"):
+        engine.add([request("big", LONG_PROMPT * 3)])
+    assert list(generate(engine, request("a"))) == ["a"]
+
+
+def test_the_share_of_the_cache_in_use_is_told(engine):
+    assert 0 <= engine.kv_usage() <= 1
+    engine.add([request(f"r{i}", LONG_PROMPT, n=4, seed=4096 * i, tokens=10) for i in range(3)])
+    engine.step()
+    assert 0 < engine.kv_usage() <= 1
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("kind", ["qwen3_untied", "llama", "llama_untied"])
+def test_vllm_serves_other_architectures_as_they_were_loaded(child, tmp_path, kind):
+    folder = make_model(tmp_path / kind, kind)
+    engine, weights = child.build("tests.backends:vllm_engine", str(folder)), read_weights(folder)
+    engine.load(weights, PolicyVersion(step=1))
+    assert_serves(engine, weights)
+    completions = generate(engine, request(tokens=16))["a"]
+    wanted = Reference(folder).logprobs([*PROMPT, *completions.token_ids.tolist()])[len(PROMPT) - 1 :]
+    assert completions.logprobs == pytest.approx(wanted, abs=1e-5)
+
+
+def assert_serves(engine, weights):
+    import torch
+
+    read = dict(served(engine, sorted(weights)))
+    assert sorted(read) == sorted(weights)
+    for name, tensor in weights.items():
+        assert torch.equal(read[name], tensor), name

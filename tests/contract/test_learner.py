@@ -1,0 +1,327 @@
+"""What every Learner promises: the fake that unit tests use, and torchtitan on one rank and on two."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+
+import numpy as np
+import pytest
+
+from forge_async.core.errors import NonFiniteError
+from forge_async.core.records import Group, PromptId, Samples
+from forge_async.core.versions import NOT_SAMPLED, PolicyVersion, VersionRuns
+from forge_async.learner.batch import Share, split_batch
+from forge_async.weights.manifest import build_manifest
+from forge_async.weights.packing import check_blob, unpack
+from tests.child import Child, build_all, call_all
+from tests.fakes import FakeLearner, bigram_table, log_softmax
+from tests.models import Reference, make_model, read_weights
+
+pytestmark = pytest.mark.timeout(180)
+
+
+class FakeSubject:
+    def make(self, **settings):
+        return FakeLearner(lr=settings.get("lr", 1e-3))
+
+    def logprobs(self, tokens, temperature=1.0):
+        return log_softmax(bigram_table(0)[tokens[:-1]])[np.arange(len(tokens) - 1), tokens[1:]]
+
+
+class TitanSubject:
+    """torchtitan with one model folder, in a process of its own; each learner takes the place of the one before."""
+
+    def __init__(self, child, folder):
+        self.folder, self._child, self._reference = folder, child, Reference(folder)
+
+    def make(self, **settings):
+        return self._child.build("tests.backends:titan_learner", str(self.folder), free_port(), **settings)
+
+    def logprobs(self, tokens, temperature=1.0):
+        return self._reference.logprobs(tokens, temperature)
+
+
+@pytest.fixture(scope="module")
+def children(tmp_path_factory):
+    """Two processes; the first is also the one of the one-rank tests."""
+    made = [Child(tmp_path_factory.mktemp("titan") / f"log{rank}") for rank in range(2)]
+    yield made
+    for child in made:
+        child.close()
+
+
+@pytest.fixture(scope="module")
+def titan(children, tmp_path_factory):
+    return TitanSubject(children[0], make_model(tmp_path_factory.mktemp("qwen3")))
+
+
+@pytest.fixture(params=["fake", pytest.param("titan", marks=pytest.mark.stack)])
+def subject(request):
+    return FakeSubject() if request.param == "fake" else request.getfixturevalue("titan")
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def make_samples(num_samples=9, *, seed=0, advantage=1.0):
+    """Samples of 3 prompt tokens and 6 to 11 sampled ones, log-probabilities near -2, advantages of both signs."""
+    rng = np.random.default_rng(seed)
+    num_new = rng.integers(6, 12, size=num_samples)
+    mask = np.concatenate([np.repeat([False, True], (3, new)) for new in num_new])
+    total = len(mask)
+    signs = np.repeat(rng.choice([-1.0, 1.0], size=num_samples) * advantage, num_new + 3)
+    return Samples(
+        lengths=(num_new + 3).astype(np.int32),
+        token_ids=rng.integers(3, 98, size=total).astype(np.int32),
+        loss_mask=mask,
+        logprobs=(mask * rng.normal(-2, 0.3, size=total)).astype(np.float32),
+        advantages=(mask * signs).astype(np.float32),
+        versions=VersionRuns.of(run for new in num_new for run in ((3, NOT_SAMPLED, 0), (int(new), 0, 0))),
+    )
+
+
+def on_policy(samples, learner):
+    """The same samples, sampled by `learner` itself."""
+    edges = samples.bounds()
+    sequences = [samples.token_ids[a:b] for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    scored = np.concatenate([[0.0, *each] for each in learner.score(sequences)])
+    return dataclasses.replace(samples, logprobs=(scored * samples.loss_mask).astype(np.float32))
+
+
+def share(samples, num_ranks=1):
+    """All shares of a batch, or the only one."""
+    group = Group(index=5, prompt_id=PromptId(source="s", epoch=0, index=5), samples=samples, rewards=np.zeros(1))
+    shares = split_batch([group], num_ranks, keep_zero_advantage=True)
+    return shares if num_ranks > 1 else shares[0]
+
+
+NOTHING = Share(samples=None, num_loss_tokens=0, group_indices=(5,))
+
+
+def weights_of(learner):
+    """The parameters, through a snapshot of one rank."""
+    shards, blob = learner.snapshot()
+    return unpack(build_manifest(learner.version, [shards]), {0: blob})
+
+
+def assert_close(one, other, *, rel=1e-6):
+    """Each parameter differs by less than `rel` of its norm.
+
+    By norm, because AdamW's first steps move an element whose gradient is rounding noise as far as any other.
+    """
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        difference = float((tensor - other[name]).norm() / tensor.norm())
+        assert difference < rel, f"{name}: {difference:.2e}"
+
+
+def trained(learner, steps=2, seed=0):
+    """Steps on batches whose ratios lie near 1; the results and the weights."""
+    results = [learner.train(share(on_policy(make_samples(seed=seed + step), learner))) for step in range(steps)]
+    return results, weights_of(learner)
+
+
+def test_a_score_is_what_the_reference_computes(subject):
+    learner = subject.make()
+    sequences = [np.arange(4, 4 + length, dtype=np.int32) for length in (2, 9, 30)]
+    for scored, tokens in zip(learner.score(sequences), sequences, strict=True):
+        assert scored.dtype == np.float32
+        assert scored == pytest.approx(subject.logprobs(tokens), abs=1e-5)
+
+
+def test_a_step_makes_the_next_version_and_other_weights(subject):
+    learner = subject.make()
+    before = learner.digest()
+    assert learner.version == PolicyVersion()
+    result = learner.train(share(make_samples()))
+    assert result.version == learner.version == PolicyVersion(step=1)
+    assert result.num_loss_tokens == make_samples().num_loss_tokens
+    assert np.isfinite([result.loss, result.grad_norm]).all()
+    assert result.grad_norm > 0
+    assert learner.digest() != before
+
+
+def test_equal_runs_give_equal_weights_bit_for_bit(subject):
+    digests = []
+    for _ in range(2):
+        learner = subject.make()
+        for step in range(3):
+            learner.train(share(make_samples(seed=step)))
+        digests.append(learner.digest())
+    assert digests[0] == digests[1]
+
+
+def test_a_step_makes_good_tokens_likelier_and_bad_ones_less_likely(subject):
+    learner = subject.make(lr=3e-3)
+    samples = on_policy(make_samples(), learner)
+    before = samples.logprobs
+    for _ in range(2):
+        learner.train(share(samples))
+    change = (on_policy(samples, learner).logprobs - before)[samples.loss_mask]
+    assert float(np.mean(change * samples.advantages[samples.loss_mask])) > 0
+
+
+def test_a_batch_without_a_token_to_train_is_a_step_that_changes_nothing(subject):
+    learner = subject.make()
+    before = learner.digest()
+    result = learner.train(NOTHING)
+    assert (result.loss, result.grad_norm, result.num_loss_tokens) == (0, 0, 0)
+    assert learner.version == PolicyVersion(step=1)
+    assert learner.digest() == before
+
+
+def test_a_loss_that_is_not_finite_leaves_everything_as_it_was(subject):
+    learner, untouched = subject.make(), None
+    before = learner.digest()
+    with pytest.raises(NonFiniteError, match=r"Step 0: .*groups .*5"):
+        learner.train(share(make_samples(advantage=np.nan)))
+    assert learner.digest() == before
+    assert learner.version == PolicyVersion()
+    learner.train(share(make_samples()))
+    after = learner.digest()
+    untouched = subject.make()
+    untouched.train(share(make_samples()))
+    assert untouched.digest() == after, "nothing of the refused gradient is left"
+
+
+def test_a_snapshot_is_what_save_writes_and_does_not_move_with_the_next_step(subject, tmp_path):
+    learner = subject.make()
+    learner.train(share(make_samples()))
+    learner.save(tmp_path / "model")
+    shards, blob = learner.snapshot()
+    copied = blob.clone()
+    manifest = build_manifest(learner.version, [shards])
+    learner.train(share(make_samples(seed=1)))
+    assert (blob == copied).all()
+    check_blob(manifest, 0, blob)
+    weights, saved = unpack(manifest, {0: blob}), read_weights(tmp_path / "model")
+    assert weights.keys() == saved.keys()
+    assert all((saved[name] == tensor).all() for name, tensor in weights.items())
+    learner.save(tmp_path / "model")
+    assert any((read_weights(tmp_path / "model")[name] != tensor).any() for name, tensor in saved.items())
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("kind", ["qwen3_untied", "llama", "llama_untied"])
+def test_other_architectures_agree_with_transformers(children, tmp_path, kind):
+    subject = TitanSubject(children[0], make_model(tmp_path / kind, kind))
+    learner, tokens = subject.make(), np.arange(5, 60, dtype=np.int32)
+    assert learner.score([tokens])[0] == pytest.approx(subject.logprobs(tokens), abs=1e-5)
+    saved = read_weights(subject.folder)
+    assert {name: tensor.shape for name, tensor in weights_of(learner).items()} == {
+        name: tensor.shape for name, tensor in saved.items()
+    }
+    assert all((saved[name] == tensor).all() for name, tensor in weights_of(learner).items())
+
+
+@pytest.mark.stack
+def test_what_is_saved_is_a_model_that_transformers_loads(titan, tmp_path):
+    learner, tokens = titan.make(), np.arange(5, 30, dtype=np.int32)
+    learner.train(share(make_samples()))
+    learner.save(tmp_path / "model")
+    assert learner.score([tokens])[0] == pytest.approx(Reference(tmp_path / "model").logprobs(tokens), abs=1e-5)
+    assert (tmp_path / "model" / "tokenizer.json").exists()
+
+
+@pytest.mark.stack
+def test_logits_are_divided_by_the_samplers_temperature(titan):
+    learner, tokens = titan.make(temperature=0.7), np.arange(5, 30, dtype=np.int32)
+    assert learner.score([tokens])[0] == pytest.approx(titan.logprobs(tokens, 0.7), abs=1e-5)
+
+
+@pytest.mark.stack
+def test_with_unchanged_weights_the_ratio_is_one(titan):
+    learner = titan.make()
+    result = learner.train(share(on_policy(make_samples(), learner)))
+    assert result.logprob_diff_max < 1e-5
+    assert result.clip_fraction == 0
+    assert abs(result.mismatch_kl) < 1e-9
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize(
+    "settings",
+    [{"row_tokens": 8}, {"row_tokens": 8, "micro_batch_tokens": 8}, {"micro_batch_tokens": 64}, {"row_tokens": 512}],
+    ids=["padded", "one_sample_each", "one_row_each", "one_row"],
+)
+def test_how_samples_are_laid_out_changes_nothing(titan, settings):
+    (first, second), weights = trained(titan.make(lr=1e-4))
+    (other_first, other_second), other_weights = trained(titan.make(lr=1e-4, **settings))
+    for one, other in ((first, other_first), (second, other_second)):
+        assert other.loss == pytest.approx(one.loss, rel=1e-5)
+        assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
+    assert_close(weights, other_weights)
+    assert first.num_row_tokens < trained(titan.make(row_tokens=8), steps=1)[0][0].num_row_tokens
+
+
+@pytest.mark.stack
+def test_weights_are_published_in_the_policys_dtype(titan):
+    learner = titan.make(publish_dtype="bfloat16")
+    saved = read_weights(titan.folder)
+    assert all((tensor == saved[name].bfloat16()).all() for name, tensor in weights_of(learner).items())
+
+
+@pytest.fixture(scope="module")
+def odd(children, tmp_path_factory):
+    return TitanSubject(children[0], make_model(tmp_path_factory.mktemp("odd"), "qwen3_odd"))
+
+
+def two_ranks(children, folder, **settings):
+    arguments = (str(folder), free_port())
+    return build_all(
+        children, "tests.backends:titan_learner", [(arguments, {"rank": r, "ranks": 2} | settings) for r in range(2)]
+    )
+
+
+@pytest.mark.stack
+def test_two_ranks_train_as_one_and_their_shards_tile(odd, children):
+    batches = [make_samples(seed=seed) for seed in range(2)]
+    alone = odd.make(lr=1e-4)
+    batches[0] = on_policy(batches[0], alone)
+    results = [alone.train(share(samples)) for samples in batches]
+    weights, digest = weights_of(alone), alone.digest()
+    ranks = two_ranks(children, odd.folder, lr=1e-4)
+    assert [(rank.batch_rank, rank.batch_ranks) for rank in ranks] == [(0, 2), (1, 2)]
+    for result, samples in zip(results, batches, strict=True):
+        pair = call_all(ranks, "train", [(each,) for each in share(samples, 2)])
+        for mine in pair:
+            assert mine.loss == pytest.approx(result.loss, rel=1e-5)
+            assert mine.grad_norm == pytest.approx(result.grad_norm, rel=1e-5)
+            assert mine.num_loss_tokens == result.num_loss_tokens
+            assert mine.logprob_diff_max == pytest.approx(result.logprob_diff_max, abs=1e-5)
+        assert pair[0].num_row_tokens == pair[1].num_row_tokens >= samples.num_tokens
+    parts = call_all(ranks, "snapshot", [(), ()])
+    manifest = build_manifest(PolicyVersion(step=2), [shards for shards, _ in parts])
+    embedding = [shard.shape[0] for shard in manifest.by_name()["model.embed_tokens.weight"]]
+    assert sorted(embedding) == [49, 50]
+    assert_close(weights, unpack(manifest, {rank: blob for rank, (_, blob) in enumerate(parts)}))
+    digests = call_all(ranks, "digest", [(), ()])
+    assert digests[0] == digests[1]
+    assert len(digest) == len(digests[0])
+
+
+@pytest.mark.stack
+def test_two_ranks_save_score_and_go_through_idle_and_refused_steps_together(odd, children, tmp_path):
+    ranks = two_ranks(children, odd.folder)
+    before = call_all(ranks, "digest", [(), ()])
+    one_sample = share(make_samples(1), 2)
+    assert one_sample[1].samples is None
+    results = call_all(ranks, "train", [(each,) for each in one_sample])
+    assert results[0].loss == results[1].loss
+    bad = share(make_samples(advantage=np.nan), 2)
+    after = call_all(ranks, "digest", [(), ()])
+    assert after != before
+    with pytest.raises(ExceptionGroup) as caught:
+        call_all(ranks, "train", [(each,) for each in bad])
+    assert [type(error) for error in caught.value.exceptions] == [NonFiniteError] * 2
+    assert call_all(ranks, "digest", [(), ()]) == after
+    call_all(ranks, "save", [(tmp_path / "model",)] * 2)
+    tokens = np.arange(5, 30, dtype=np.int32)
+    reference = Reference(tmp_path / "model")
+    for (scored,) in call_all(ranks, "score", [([tokens],)] * 2):
+        assert scored == pytest.approx(reference.logprobs(tokens), abs=1e-5)

@@ -1,0 +1,88 @@
+"""Tiny random models in Hugging Face folders, made offline, and what transformers computes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+KINDS = ("qwen3", "qwen3_untied", "llama", "llama_untied", "qwen3_odd")
+"""`qwen3` is the tied one that most tests use; `qwen3_odd` has a vocabulary that two ranks cannot share evenly."""
+
+
+def make_model(folder: Path, kind: str = "qwen3", seed: int = 0) -> Path:
+    """Write a model of `kind` with random weights, large enough that its predictions are far from uniform."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+    from forge_async.backends.hf_renderer import write_char_tokenizer
+
+    config_class = LlamaConfig if kind.startswith("llama") else Qwen3Config
+    config = config_class(
+        vocab_size=99 if kind == "qwen3_odd" else 98,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        intermediate_size=192,
+        max_position_embeddings=256,
+        rope_theta=1e4,
+        tie_word_embeddings=not kind.endswith("untied"),
+        initializer_range=0.15,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        dtype="float32",
+    )
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    write_char_tokenizer(folder)
+    return folder
+
+
+def read_weights(folder: Path) -> dict[str, Any]:
+    """Hugging Face name to tensor."""
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+class Reference:
+    """transformers in float32 on one core."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(1)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def logprobs(self, token_ids: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+        """float64 [T - 1], log-probability of each token after the first."""
+        import torch
+
+        with torch.no_grad():
+            logits = self.model(torch.tensor([list(map(int, token_ids))])).logits[0]
+        return _taken(logits, token_ids, temperature)
+
+
+def mixed_logprobs(old: Reference, new: Reference, token_ids: Sequence[int], num_old: int) -> np.ndarray:
+    """float64 [T - 1]: the first `num_old` tokens are read by the old model, the others by the new one on its KV."""
+    import torch
+    from transformers import DynamicCache
+
+    ids, cache = list(map(int, token_ids)), DynamicCache()
+    with torch.no_grad():
+        first = old.model(torch.tensor([ids[:num_old]]), past_key_values=cache, use_cache=True).logits[0]
+        rest = new.model(torch.tensor([ids[num_old:]]), past_key_values=cache, use_cache=True).logits[0]
+    return _taken(torch.cat([first, rest]), token_ids, 1.0)
+
+
+def _taken(logits: Any, token_ids: Sequence[int], temperature: float) -> np.ndarray:
+    import torch
+
+    logprobs = torch.log_softmax(logits.double() / temperature, -1)
+    return np.array([float(logprobs[at, int(token)]) for at, token in enumerate(token_ids[1:])])

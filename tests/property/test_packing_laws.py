@@ -1,0 +1,110 @@
+"""Packing loses no sample and no token, keeps its limits, and gives the same batches for the same input."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge_async.core.records import Samples
+from forge_async.core.versions import NOT_SAMPLED, VersionRuns
+from forge_async.learner.packing import micro_batches, pack_rows, partition
+from forge_async.learner.rows import build_micro_batches
+
+lengths = st.lists(st.integers(1, 40), max_size=40)
+
+
+@st.composite
+def some_samples(draw):
+    """Samples of a prompt and a completion each, with values that tell every token from every other."""
+    sizes = draw(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9)), min_size=1, max_size=12))
+    total = sum(map(sum, sizes))
+    mask = np.concatenate([np.repeat([False, True], pair) for pair in sizes])
+    runs = [run for prompt, new in sizes for run in ((prompt, NOT_SAMPLED, 0), (new, 1, 0))]
+    unique = np.arange(1, total + 1)
+    return Samples(
+        lengths=np.array([sum(pair) for pair in sizes], dtype=np.int32),
+        token_ids=unique.astype(np.int32),
+        loss_mask=mask,
+        logprobs=(-unique * mask / 8).astype(np.float32),
+        advantages=(unique * mask / 4).astype(np.float32),
+        versions=VersionRuns.of(runs),
+    )
+
+
+@given(lengths, st.integers(1, 50))
+def test_every_sample_lies_in_exactly_one_row(lengths, row_tokens):
+    rows = pack_rows(lengths, row_tokens)
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    assert pack_rows(lengths, row_tokens) == rows
+
+
+@given(lengths, st.integers(1, 50))
+def test_only_a_single_oversize_sample_makes_a_row_too_wide(lengths, row_tokens):
+    for row in pack_rows(lengths, row_tokens):
+        assert sum(lengths[index] for index in row) <= row_tokens or len(row) == 1
+
+
+@given(lengths.filter(bool), st.integers(40, 60))
+def test_packing_wastes_less_than_half(lengths, row_tokens):
+    rows = pack_rows(lengths, row_tokens)
+    assert len(rows) == 1 or sum(lengths) * 2 > len(rows) * row_tokens
+
+
+@given(lengths, st.integers(1, 100))
+def test_micro_batches_hold_every_row_once_in_order_within_the_limit(widths, limit):
+    batches = micro_batches(widths, limit)
+    assert [index for batch in batches for index in batch] == list(range(len(widths)))
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * max(widths[index] for index in batch) <= limit
+
+
+@given(lengths, st.integers(1, 6))
+def test_shares_hold_every_sample_once_and_differ_by_less_than_the_longest(lengths, num_ranks):
+    shares = partition(lengths, num_ranks)
+    assert sorted(index for share in shares for index in share) == list(range(len(lengths)))
+    assert all(share == sorted(share) for share in shares)
+    loads = [sum(lengths[index] for index in share) for share in shares]
+    assert max(loads) - min(loads) <= max(lengths, default=0)
+
+
+@given(some_samples(), st.integers(1, 30), st.integers(1, 80))
+def test_every_sample_can_be_read_back_from_the_rows(samples, row_tokens, micro_batch_tokens):
+    found = []
+    for rows in build_micro_batches(samples, row_tokens, micro_batch_tokens):
+        for b in range(len(rows.token_ids)):
+            found += _documents(rows, b)
+    edges = samples.bounds()
+    wanted = [_sample(samples, int(a), int(b)) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    assert sorted(found) == sorted(wanted)
+
+
+@given(some_samples(), st.integers(1, 30), st.integers(1, 80))
+def test_every_token_of_the_loss_is_counted_once(samples, row_tokens, micro_batch_tokens):
+    batches = build_micro_batches(samples, row_tokens, micro_batch_tokens)
+    assert sum(int(rows.mask.sum()) for rows in batches) == samples.num_loss_tokens
+    assert all((rows.advantages[rows.mask == 0] == 0).all() for rows in batches)
+    assert all((rows.behaviour_logprobs[rows.mask == 0] == 0).all() for rows in batches)
+
+
+def _sample(samples, start, stop):
+    """(tokens, and what is said of each token after the first)."""
+    ahead = slice(start + 1, stop)
+    columns = (samples.loss_mask, samples.logprobs, samples.advantages)
+    return samples.token_ids[start:stop].tolist(), [column[ahead].astype(float).tolist() for column in columns]
+
+
+def _documents(rows, b):
+    """The samples of row b, cut where the position begins anew, padding left out."""
+    starts = [*np.flatnonzero(rows.positions[b] == 0).tolist(), rows.positions.shape[1]]
+    documents = []
+    for start, stop in zip(starts[:-1], starts[1:], strict=True):
+        tokens = rows.token_ids[b, start:stop]
+        assert rows.positions[b, start:stop].tolist() == list(range(stop - start))
+        if tokens[0] == 0:
+            assert not rows.mask[b, start:stop].any()
+            continue
+        assert rows.targets[b, start : stop - 1].tolist() == tokens[1:].tolist()
+        assert not rows.mask[b, stop - 1]
+        said = slice(start, stop - 1)
+        columns = (rows.mask, rows.behaviour_logprobs, rows.advantages)
+        documents.append((tokens.tolist(), [column[b, said].astype(float).tolist() for column in columns]))
+    return documents

@@ -1,0 +1,231 @@
+"""`apps.bench`: the arithmetic of its figures, the shape of its JSON, its table, its command line."""
+
+import json
+import sys
+
+import pytest
+
+from forge_async.apps.bench import overlap, start, trl
+from forge_async.apps.bench.__main__ import BENCHES, ROUNDS_AND_STEPS, main, parse
+from forge_async.apps.bench.figures import (
+    Stages,
+    cpu_figures,
+    learner_idle_fraction,
+    stages_of,
+    steady_rows,
+    unaccounted_fraction,
+)
+from forge_async.apps.bench.output import Report, as_json, machine, print_table, table, write_json
+from forge_async.apps.bench.processes import CpuLog
+from forge_async.apps.bench.runs import FinishedRun, run_process
+from forge_async.apps.bench.trl_environment import fingerprint
+from forge_async.config import Config
+from forge_async.core.errors import ForgeError
+
+STEPS = 10
+
+
+def row(step, step_s, *, generate_s=0.2, score_s=0.02, train_s=0.2, publish_s=0.02, pull_s=0.03, wait_s=0.0):
+    return {
+        "step": step,
+        "time_s": 20.0 + step * step_s,
+        "step_s": step_s,
+        "policy/busy_fraction": generate_s / step_s,
+        "reward/busy_fraction": score_s / step_s,
+        "learner/busy_fraction": train_s / step_s,
+        "learner/wait_data_s": wait_s,
+        "weights/publish_s": publish_s,
+        "weights/pull_s": pull_s,
+    }
+
+
+def finished(step_s, *, bound=0, steps=STEPS, **stages):
+    """A run that was started at 100 s, began to count at 101 s, and used 0.1 CPU seconds a second for each role."""
+    rows = [row(step, step_s, **stages) for step in range(1, steps + 1)]
+    cpu = CpuLog()
+    for second in range(60):
+        roles = ("controller", "replay", "rollout", "store", "other", "reward", "learner", "policy")
+        cpu.add(100.0 + second, dict.fromkeys(roles, 0.1 * second))
+    summary = {
+        "staleness/bound": bound,
+        "startup_s": 19.0,
+        "startup/learner_s": 15.0,
+        "startup/policy_0_s": 18.0,
+        "startup/store_s": 12.0,
+    }
+    events = [{"index": index, "generated_s": 19.5 + index} for index in range(3)] + [{"index": 3, "generated_s": None}]
+    return FinishedRun(
+        rows=rows, events=events, summary=summary, spawned_s=100.0, begun_s=101.0, ended_s=140.0, cpu=cpu
+    )
+
+
+@pytest.mark.parametrize(
+    ("stages", "bound", "ideal_s"),
+    [
+        ((0.2, 0.02, 0.2, 0.05), 0, 0.47),  # synchronous: the chain
+        ((0.2, 0.02, 0.2, 0.05), 1, 0.235),  # two batches in flight: the chain still binds
+        ((0.2, 0.02, 0.2, 0.05), 2, 0.2),  # the slowest stage binds
+        ((0.1, 0.3, 0.1, 0.0), 3, 0.3),  # scoring may be the slowest
+        ((0.1, 0.1, 0.1, 0.9), 2, 0.4),  # weights are in the chain only
+    ],
+)
+def test_the_ideal_is_the_slowest_stage_or_the_chain_over_the_batches_in_flight(stages, bound, ideal_s):
+    times = dict(zip(("generate_s", "score_s", "train_s", "sync_s"), stages, strict=True))
+    assert Stages(**times).ideal_step_s(bound) == pytest.approx(ideal_s)
+
+
+def test_stage_times_are_medians_so_that_one_slow_step_does_not_count():
+    rows = [row(1, 0.5), row(2, 0.5), row(3, 9.0, generate_s=8.0, publish_s=3.0)]
+    stages = stages_of(rows)
+    assert stages.generate_s == pytest.approx(0.2)
+    assert stages.score_s == pytest.approx(0.02)
+    assert stages.train_s == pytest.approx(0.2)
+    assert stages.sync_s == pytest.approx(0.05)
+
+
+def test_first_steps_and_the_last_ones_without_generation_are_left_out():
+    assert [r["step"] for r in steady_rows(finished(0.5, bound=0))] == [4, 5, 6, 7, 8, 9, 10]
+    assert [r["step"] for r in steady_rows(finished(0.5, bound=2))] == [4, 5, 6, 7, 8]
+    with pytest.raises(ForgeError, match="raise --steps"):
+        steady_rows(finished(0.5, bound=2, steps=5))
+
+
+def test_the_learners_time_is_training_waiting_or_unaccounted():
+    rows = [row(step, 0.5, train_s=0.2, wait_s=0.25) for step in range(3)]
+    assert learner_idle_fraction(rows) == pytest.approx(0.6)
+    assert unaccounted_fraction(rows) == pytest.approx(0.1)
+    assert unaccounted_fraction([row(1, 0.5, train_s=0.3, wait_s=0.3)]) == 0.0
+
+
+def test_cpu_seconds_are_interpolated_between_readings():
+    log = CpuLog()
+    assert log.at("store", 3.0) == 0.0
+    log.add(10.0, {"store": 1.0})
+    assert log.at("store", 3.0) == log.at("store", 30.0) == 1.0
+    log.add(12.0, {"store": 2.0, "learner": 4.0})
+    assert [log.at("store", t) for t in (9.0, 10.0, 11.0, 12.0, 13.0)] == [1.0, 1.0, 1.5, 2.0, 2.0]
+    assert log.between(10.5, 11.5) == {"store": pytest.approx(0.5), "learner": pytest.approx(2.0)}
+
+
+def test_cpu_figures_are_a_step_and_the_control_plane_a_share_of_all_cores():
+    figures = cpu_figures([finished(0.5), finished(0.5, bound=2)], num_cores=2)
+    assert figures["learner_cpu_s"] == figures["reward_cpu_s"] == pytest.approx(0.05)
+    assert figures["control_plane_cpu_s"] == pytest.approx(0.25)
+    assert figures["control_plane_cpu_fraction"] == pytest.approx(0.25)
+    assert figures["cpu_s"] == pytest.approx(0.4)
+
+
+def test_overlap_compares_every_case_with_the_same_calls_synchronous_one():
+    runs = {0: [finished(0.5)], 1: [finished(0.3, bound=1)], 2: [finished(0.25, bound=2), finished(0.25, bound=2)]}
+    report = overlap.report(runs, swap="keep_kv")
+    assert [r["case"] for r in report.rows] == ["real/S=0/keep_kv", "real/S=1/keep_kv", "real/S=2/keep_kv"]
+    assert [r["speedup_measured"] for r in report.rows] == pytest.approx([1.0, 5 / 3, 2.0])
+    assert [r["fraction_of_ideal"] for r in report.rows] == pytest.approx([0.94, 0.235 / 0.3, 0.8])
+    promised = {"step_s", "generate_s", "train_s", "speedup_measured", "fraction_of_ideal", "learner_idle_fraction"}
+    assert all(promised | {"unaccounted_fraction", "score_s", "sync_s"} <= set(r) for r in report.rows)
+    assert report.rows[0]["generate_over_train"] == pytest.approx(1.0)
+    assert report.rows[0]["step_over_chain"] == pytest.approx(0.5 / 0.47)
+    assert "OUTSIDE" not in " ".join(report.notes)
+
+
+def test_overlap_says_when_its_fraction_may_not_be_quoted():
+    lopsided = overlap.report({0: [finished(0.9, generate_s=0.5)]}, swap="keep_kv")
+    assert "OUTSIDE 0.8..1.25" in lopsided.notes[1]
+    assert "OUTSIDE 1.1" in lopsided.notes[2]
+
+
+def test_start_counts_from_the_start_of_the_process():
+    figures = start.start_figures(finished(0.5))
+    assert figures["program_s"] == 1.0
+    assert list(figures)[1:4] == ["store_s", "learner_s", "policy_0_s"]
+    assert figures["policy_0_s"] == 19.0
+    assert figures["first_rollout_s"] == 20.5
+    assert figures["first_step_s"] == 21.5
+    assert figures["ended_s"] == 40.0
+    assert figures["cpu_s"] == pytest.approx(8 * 5.9)
+    slower = {name: value + 2 for name, value in figures.items()}
+    middle = start.medians([figures, slower, figures | {"extra_s": 1.0}])
+    assert middle["runs"] == 3
+    assert middle["first_step_s"] == 21.5
+    assert "extra_s" not in middle
+
+
+def test_the_page_cache_is_left_alone_where_it_may_not_be_dropped(monkeypatch, tmp_path):
+    monkeypatch.setattr(start.os, "sync", lambda: None)
+    monkeypatch.setattr(start, "DROP_CACHES", tmp_path)
+    assert start.drop_page_cache() is False
+    monkeypatch.setattr(start, "DROP_CACHES", tmp_path / "drop_caches")
+    assert start.drop_page_cache() is True
+
+
+def trl_result(step_s):
+    steps = [9.0, 9.0, 9.0, step_s, step_s, step_s]
+    return {"step_s": steps, "cpu_s": steps, "startup_s": 7.0, "versions": {"trl": "1.16.0"}}
+
+
+def test_trl_is_compared_by_the_fastest_of_its_cases():
+    report = trl.report({1: [trl_result(0.5)], 2: [trl_result(0.4)]}, {0: [finished(0.4)], 2: [finished(0.2, bound=2)]})
+    assert [r["case"] for r in report.rows] == ["trl", "trl/threads=2", "ours/S=0", "ours/S=2"]
+    assert [r["ratio"] for r in report.rows] == pytest.approx([0.8, 1.0, 1.0, 2.0])
+    assert [r["step_s"] for r in report.rows] == pytest.approx([0.5, 0.4, 0.4, 0.2])
+    assert report.rows[2]["startup_s"] == 20.0
+
+
+def test_trl_is_given_the_same_work(monkeypatch, tmp_path):
+    monkeypatch.setattr(trl, "in_another_process", lambda function, config, model, count: {"num_prompts": count})
+    spec = trl.specification(Config.of({"optimizer.lr": 1.0, "groups_per_step": 4}), tmp_path, 7)
+    assert spec["num_prompts"] == 28
+    assert spec["micro_batch_samples"] == 32
+    assert spec["lr"] == 0.0
+    json.dumps(spec)
+
+
+def test_the_environment_of_trl_is_known_by_its_pins_alone():
+    lock = "trl==1.0\n    # via -r x.in\ntorch==2\n"
+    assert fingerprint(lock, "t") == fingerprint("# comment\n\ntorch==2\ntrl==1.0", "t")
+    assert fingerprint(lock, "t") != fingerprint(lock, "u")
+
+
+def test_the_json_has_bench_machine_and_rows(tmp_path):
+    rows = [{"case": "a", "step_s": 0.5, "runs": 3, "odd_s": float("nan")}, {"case": "b", "step_s": 0.25}]
+    path = tmp_path / "new" / "bench.json"
+    write_json(Report(bench="overlap", rows=rows, notes=["so it is"]), path)
+    written = json.loads(path.read_text())
+    assert written["bench"] == "overlap"
+    assert written["rows"] == [{"case": "a", "step_s": 0.5, "runs": 3, "odd_s": None}, {"case": "b", "step_s": 0.25}]
+    assert written["notes"] == ["so it is"]
+    assert {"cpu", "cores", "memory_gib", "python", "packages"} <= set(written["machine"])
+    assert as_json(Report(bench="x", rows=rows))["machine"].keys() == machine().keys()
+
+
+def test_the_table_has_a_column_for_each_case(capsys):
+    rows = [{"case": "a", "step_s": 0.5, "runs": 3}, {"case": "longer", "step_s": 0.25}]
+    assert table(rows) == ["            a  longer", "step_s  0.500   0.250", "runs        3        "]
+    print_table(Report(bench="x", rows=rows, notes=["first", "second"]))
+    assert capsys.readouterr().out.endswith("\n\n- first\n- second\n")
+
+
+def test_every_bench_has_its_number_of_runs_and_bad_usage_is_one_sentence(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert BENCHES.keys() == ROUNDS_AND_STEPS.keys()
+    for words, shown in [
+        (["nothing"], "invalid choice"),
+        (["overlap", "async.max_stalenes=1"], "async.max_staleness"),
+        (["overlap", "--rounds", "-1"], "at least 1"),
+        (["start", "--folder", str(tmp_path)], "exists"),
+    ]:
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert shown in error
+        assert "Traceback" not in error
+    assert not list(tmp_path.iterdir())
+    assert parse(["trl", "seed=1", "--json", "x.json", "steps=2"]).overrides == ["seed=1", "steps=2"]
+
+
+def test_a_command_that_fails_is_told_with_its_last_line(tmp_path):
+    run_process([sys.executable, "-c", "print('fine')"], tmp_path / "logs" / "a.log", {})
+    assert (tmp_path / "logs" / "a.log").read_text() == "fine\n"
+    with pytest.raises(ForgeError, match=r"exit code 3: the cause .*b\.log"):
+        run_process([sys.executable, "-c", "print('the cause'); exit(3)"], tmp_path / "b.log", {})
+    run_process([sys.executable, "-c", "import os; print(os.environ['X'])"], tmp_path / "c.log", {"X": "given"})
+    assert (tmp_path / "c.log").read_text() == "given\n"

@@ -1,0 +1,45 @@
+import dataclasses
+
+import numpy as np
+
+from forge_async.learner.rows import build_micro_batches, empty_rows, sequence_rows
+from tests.strategies import make_samples
+
+
+def test_two_samples_share_a_row_and_padding_is_a_document_of_its_own():
+    samples = make_samples([[1, 1], [1], [1] * 5])
+    samples = dataclasses.replace(samples, token_ids=samples.token_ids + 10)
+    (rows,) = build_micro_batches(samples, 6, 100)
+    assert rows.token_ids.tolist() == [[10, 11, 12, 13, 14, 0], [15, 16, 17, 18, 19, 20]]
+    assert rows.positions.tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]
+    assert rows.targets.tolist() == [[11, 12, 0, 14, 0, 0], [16, 17, 18, 19, 20, 0]]
+    assert rows.mask.tolist() == [[1, 1, 0, 1, 0, 0], [1, 1, 1, 1, 1, 0]]
+
+
+def test_a_row_is_never_wider_than_all_samples_together():
+    (rows,) = build_micro_batches(make_samples([[1], [1]]), 256, 8192)
+    assert rows.token_ids.shape == (1, 4)
+
+
+def test_a_row_grows_to_the_longest_sample():
+    batches = build_micro_batches(make_samples([[1] * 20, [1]]), 8, 8)
+    assert [rows.token_ids.shape for rows in batches] == [(1, 21), (1, 2)]
+
+
+def test_nothing_to_train_makes_no_rows():
+    assert build_micro_batches(None, 8, 8) == []
+    assert build_micro_batches(make_samples([[1]]).select([]), 8, 8) == []
+
+
+def test_empty_rows_train_nothing():
+    rows = empty_rows()
+    assert rows.mask.sum() == 0
+    assert {getattr(rows, field.name).shape for field in dataclasses.fields(rows)} == {(1, 2)}
+
+
+def test_sequences_to_be_scored_get_a_row_each():
+    rows = sequence_rows([np.array([5, 6, 7], np.int32), np.array([8], np.int32)])
+    assert rows.token_ids.tolist() == [[5, 6, 7], [8, 0, 0]]
+    assert rows.targets.tolist() == [[6, 7, 0], [0, 0, 0]]
+    assert rows.mask.tolist() == [[1, 1, 0], [0, 0, 0]]
+    assert rows.positions.tolist() == [[0, 1, 2], [0, 1, 2]]

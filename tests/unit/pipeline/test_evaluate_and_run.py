@@ -1,0 +1,144 @@
+import asyncio
+import io
+
+import pytest
+
+from forge_async.core.errors import RewardError
+from forge_async.core.versions import PolicyVersion
+from forge_async.observe.group_events import EventsLog
+from forge_async.observe.progress import Progress
+from forge_async.observe.rollout_log import RolloutLog
+from forge_async.observe.sinks import JsonlSink, read_metrics
+from forge_async.observe.trace import Tracer
+from forge_async.pipeline.evaluate import evaluate
+from forge_async.pipeline.recorder import Recorder
+from forge_async.pipeline.ring import RingSettings
+from forge_async.pipeline.run import Run
+from forge_async.pipeline.settings import CheckpointSettings, EvalSettings
+from forge_async.policy.ports import Sampling
+from forge_async.policy.service import RequestService
+from tests.fakes import (
+    FakeEngine,
+    FakeLearnerMesh,
+    FakeRenderer,
+    FakeReplay,
+    FakeReplica,
+    FakeRewards,
+    FakeSource,
+    FakeWorkers,
+)
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class ServicePolicy:
+    """A PolicyClient on a request service in this process."""
+
+    def __init__(self, service):
+        self._service, self._tickets = service, []
+
+    async def submit(self, requests):
+        self._tickets.append(self._service.submit(requests))
+        return len(self._tickets) - 1
+
+    async def collect(self, ticket, linger_s):
+        return await self._service.collect(self._tickets[ticket], linger_s)
+
+
+async def evaluated(rewards, num_prompts=3):
+    service = RequestService(lambda: FakeEngine(version=PolicyVersion(step=4)))
+    await service.start()
+    try:
+        return await evaluate(
+            FakeSource().held_out(num_prompts),
+            ServicePolicy(service),
+            renderer=FakeRenderer(),
+            scorer=rewards,
+            sampling=Sampling(max_new_tokens=5, temperature=1.0, stop_token_ids=(2,)),
+            name="eval before",
+        )
+    finally:
+        await service.close()
+
+
+async def test_an_evaluation_is_greedy_and_tells_which_version_answered():
+    rewards = FakeRewards(lambda prompt, completion: float(prompt != "p0"))
+    assert await evaluated(rewards) == (pytest.approx(2 / 3), {4})
+    first = [call.completion for call in rewards.calls]
+    again = FakeRewards()
+    await evaluated(again)
+    assert [call.completion for call in again.calls] == first
+    assert all(1 <= len(completion) <= 5 for completion in first)
+
+
+async def test_a_reward_that_fails_on_a_held_out_prompt_is_named():
+    def score(prompt, completion):
+        raise ValueError("bad")
+
+    with pytest.raises(RewardError, match="'p0': bad"):
+        await evaluated(FakeRewards(score))
+
+
+def make_run(folder, *, num_steps=4, every_steps=0, keep=2, num_prompts=2):
+    replay = FakeReplay(2, 1)
+    learner = FakeLearnerMesh(replay)
+    replicas = [FakeReplica("policy_0", learner)]
+    workers = FakeWorkers(replay, replicas)
+    recorder = Recorder(
+        begun_s=0.0,
+        sink=JsonlSink(folder / "metrics.jsonl"),
+        events=EventsLog(folder / "events.jsonl"),
+        rollouts=RolloutLog(folder / "rollouts.jsonl.zst"),
+        rollouts_per_step=1,
+        tracer=Tracer(folder / "trace.json"),
+        progress=Progress(total_steps=num_steps, mode="off", stream=io.StringIO()),
+        replicas=replicas,
+        workers=workers,
+    )
+    run = Run(
+        replay=replay,
+        learner=learner,
+        replicas=replicas,
+        workers=workers,
+        recorder=recorder,
+        ring=RingSettings(num_steps=num_steps, groups_per_step=2, publish_every=1),
+        evaluation=EvalSettings(every_steps=every_steps, num_prompts=num_prompts),
+        checkpoint=CheckpointSettings(every_steps=every_steps, keep=keep),
+        keep_versions=1,
+        checkpoints_folder=folder / "checkpoints",
+    )
+    return run, workers
+
+
+async def test_a_run_evaluates_trains_records_and_saves(tmp_path):
+    run, _ = make_run(tmp_path)
+    async with asyncio.timeout(20):
+        await run.train(await run.prepare())
+    assert (run.result.eval_before, run.result.eval_after) == (0.25, 0.25)
+    assert run.result.weights_sha256 == "0" * 64
+    assert run.result.checkpoint == tmp_path / "checkpoints" / "step-000004"
+    assert run.result.checkpoint.is_dir()
+    assert run.result.groups is not None
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+async def test_checkpoints_and_evaluations_on_the_way(tmp_path):
+    run, _ = make_run(tmp_path, every_steps=1, keep=2)
+    async with asyncio.timeout(20):
+        await run.train(await run.prepare())
+    assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["step-000003", "step-000004"]
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row.get("eval/score") for row in rows] == [None, 0.25, 0.25, 0.25]
+
+
+async def test_no_held_out_prompts_means_no_evaluation(tmp_path):
+    run, workers = make_run(tmp_path, num_prompts=0)
+
+    async def never(*_):
+        raise AssertionError("evaluated")
+
+    workers.evaluate = never
+    async with asyncio.timeout(20):
+        await run.train(await run.prepare())
+    assert run.result.eval_before is None
+    assert run.result.eval_after is None

@@ -1,0 +1,178 @@
+import asyncio
+import io
+import json
+
+import pytest
+
+from forge_async.core.records import PromptId
+from forge_async.core.versions import PolicyVersion
+from forge_async.observe import names
+from forge_async.observe.group_events import EventsLog, read_events
+from forge_async.observe.progress import Progress
+from forge_async.observe.rollout_log import RolloutLog, read_rollouts
+from forge_async.observe.sinks import JsonlSink, read_metrics
+from forge_async.observe.trace import Tracer
+from forge_async.pipeline.publish import Publication
+from forge_async.pipeline.recorder import Recorder
+from tests.fakes import FakeAdmission, FakeReplay, FakeReplica, FakeWorkers, group_record, learner_step, make_pull
+
+
+class Records:
+    """A recorder and what it wrote."""
+
+    def __init__(self, folder, num_replicas=1):
+        self.folder = folder
+        self.replicas = [FakeReplica(f"policy_{i}") for i in range(num_replicas)]
+        self.recorder = Recorder(
+            begun_s=0.5,
+            sink=JsonlSink(folder / "metrics.jsonl"),
+            events=EventsLog(folder / "events.jsonl"),
+            rollouts=RolloutLog(folder / "rollouts.jsonl.zst"),
+            rollouts_per_step=2,
+            tracer=Tracer(folder / "trace.json"),
+            progress=Progress(total_steps=3, mode="off", stream=io.StringIO()),
+            replicas=self.replicas,
+            workers=FakeWorkers(FakeReplay(1, 0), self.replicas),
+        )
+
+    def step(self, step, *indices, made=True):
+        """One step of the ring over the groups `indices`."""
+        admissions = [FakeAdmission(index=i, prompt_id=PromptId(source="fake", epoch=0, index=i)) for i in indices]
+        self.recorder.admitted(admissions, "policy_0")
+        if made:
+            self.recorder.made([group_record(index) for index in indices])
+        self.recorder.stepped(step, [learner_step(PolicyVersion(step=step + 1), indices)])
+
+    @property
+    def rows(self):
+        return read_metrics(self.folder / "metrics.jsonl")
+
+    @property
+    def events(self):
+        return {event["index"]: event for event in read_events(self.folder / "events.jsonl")}
+
+
+@pytest.fixture
+def records(tmp_path):
+    made = Records(tmp_path)
+    yield made
+    made.recorder.close("the test ended")
+
+
+async def until(condition):
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def test_every_row_has_all_promised_names(records):
+    running = asyncio.create_task(records.recorder.run())
+    for step in range(3):
+        records.step(step, 2 * step, 2 * step + 1)
+        await until(lambda step=step: len(records.rows) == step + 1)
+    running.cancel()
+    await records.recorder.finish("the run ended")
+    assert [row["step"] for row in records.rows] == [1, 2, 3]
+    for row in records.rows:
+        names.check_row(row)
+    row = records.rows[0]
+    assert row["loss"] == 0.5
+    assert row["groups/trained"] == 2
+    assert row["tokens/generated"] == 5
+    assert row["memory/rss_bytes"] == 200 + 100 + 50
+    assert row["memory/rss_bytes/policy_0"] == 100
+
+
+async def test_a_row_that_is_being_written_when_the_run_ends_is_not_lost(records):
+    running = asyncio.create_task(records.recorder.run())
+    records.step(0, 0)
+    records.step(1, 1)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert records.rows == []
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await records.recorder.finish("the run ended")
+    assert [row["step"] for row in records.rows] == [1, 2]
+
+
+async def test_steps_keep_their_order_when_many_wait(records):
+    for step in range(5):
+        records.step(step, step)
+    await records.recorder.finish("the run ended")
+    assert [row["step"] for row in records.rows] == [1, 2, 3, 4, 5]
+
+
+async def test_every_group_ends_once_in_the_events(records):
+    admissions = [FakeAdmission(index=i, prompt_id=PromptId(source="fake", epoch=0, index=i)) for i in (7, 8)]
+    records.recorder.admitted(admissions, "policy_0")
+    records.recorder.made([group_record(7, filtered="zero_variance")])
+    records.step(0, 1, 2)
+    await records.recorder.finish("the last step is done")
+    ends = {index: (event["outcome"], event["reason"]) for index, event in records.events.items()}
+    assert ends == {
+        1: ("trained", ""),
+        2: ("trained", ""),
+        7: ("filtered", "zero_variance"),
+        8: ("cancelled", "the last step is done"),
+    }
+    lines = (records.folder / "events.jsonl").read_text().splitlines()
+    assert len(lines) == 4
+    assert records.events[1]["generated_s"] == 0.5, "counted from the start of the run"
+
+
+async def test_a_few_rollouts_a_step_are_kept_for_people(records):
+    records.step(0, 1, 2, 3)
+    await records.recorder.finish("the run ended")
+    kept = list(read_rollouts(records.folder / "rollouts.jsonl.zst"))
+    assert [(rollout["step"], rollout["group"], rollout["completion"]) for rollout in kept] == [
+        (1, 1, "c"),
+        (1, 2, "c"),
+    ]
+
+
+async def test_the_weights_way_stands_in_the_row_that_follows(tmp_path):
+    records = Records(tmp_path, num_replicas=2)
+    version = PolicyVersion(step=1)
+    records.recorder.published(Publication(version=version, started_s=1.0, duration_s=0.3, num_bytes=64))
+    records.recorder.pulled("policy_0", make_pull(version, fetch_s=0.5, pause_s=0.2))
+    records.recorder.pulled("policy_1", make_pull(version, fetch_s=0.1, pause_s=0.1))
+    records.step(0, 0)
+    await records.recorder._write_waiting()
+    records.recorder.pulled("policy_0", make_pull(version.next(), fetch_s=0.1, pause_s=0.1))
+    records.step(1, 1)
+    await records.recorder.finish("the run ended")
+    first, second = records.rows
+    assert (first["weights/publish_s"], first["weights/bytes"]) == (0.3, 64)
+    assert (first["weights/pull_s"], first["weights/pause_s"]) == (pytest.approx(0.7), 0.2), "of the slowest replica"
+    assert (second["weights/pull_s"], second["weights/pause_s"]) == (pytest.approx(0.2), 0.1)
+
+
+async def test_the_lag_counts_from_the_end_of_the_step_to_the_first_token_of_its_version(records):
+    records.step(0, 0)
+    ended_s = records.recorder._steps[0].ended_s
+    stats = await records.replicas[0].stats()
+    stats.service.swaps.append((1, ended_s + 0.25))
+
+    async def with_swap():
+        return stats
+
+    records.replicas[0].stats = with_swap
+    await records.recorder.finish("the run ended")
+    assert records.rows[0]["weights/lag_s"] == pytest.approx(0.25)
+
+
+async def test_an_evaluation_stands_in_the_row_of_its_step(records):
+    records.recorder.evaluated(2, 0.75)
+    records.step(0, 0)
+    records.step(1, 1)
+    await records.recorder.finish("the run ended")
+    assert [row.get("eval/score") for row in records.rows] == [None, 0.75]
+
+
+async def test_closing_needs_no_living_actor_and_may_be_repeated(records):
+    records.recorder.admitted([FakeAdmission(index=0, prompt_id=PromptId(source="f", epoch=0, index=0))], "policy_0")
+    records.recorder.close("the policy died")
+    records.recorder.close("again")
+    assert records.events[0]["reason"] == "the policy died"
+    json.loads((records.folder / "trace.json").read_text())

@@ -1,0 +1,45 @@
+import numpy as np
+
+from forge_async.core.records import Completions
+from forge_async.core.versions import NOT_SAMPLED, VersionRuns
+from forge_async.rollout.samples import samples_of_turn
+
+
+def turn():
+    """A prompt of 2 tokens, completions of 3, 1 and 2 tokens; the version changes inside the first and the last."""
+    completions = Completions(
+        lengths=np.array([3, 1, 2], dtype=np.int32),
+        token_ids=np.arange(10, 16, dtype=np.int32),
+        logprobs=-np.arange(1, 7, dtype=np.float32),
+        versions=VersionRuns.of([(2, 4, 0), (3, 5, 0), (1, 6, 1)]),
+        truncated=np.array([True, False, False]),
+    )
+    return samples_of_turn(np.array([7, 8], np.int32), completions, np.array([1.0, -0.5, 0.0]))
+
+
+def test_each_completion_follows_its_prompt_untouched():
+    samples = turn()
+    assert samples.lengths.tolist() == [5, 3, 4]
+    assert samples.token_ids.tolist() == [7, 8, 10, 11, 12, 7, 8, 13, 7, 8, 14, 15]
+
+
+def test_only_what_the_policy_made_is_trained_on():
+    samples = turn()
+    assert samples.loss_mask.astype(int).tolist() == [0, 0, 1, 1, 1, 0, 0, 1, 0, 0, 1, 1]
+    assert samples.logprobs.tolist() == [0, 0, -1, -2, -3, 0, 0, -4, 0, 0, -5, -6]
+    assert samples.advantages.tolist() == [0, 0, 1, 1, 1, 0, 0, -0.5, 0, 0, 0, 0]
+    assert samples.num_loss_tokens == 6
+
+
+def test_every_token_keeps_the_version_that_made_it():
+    samples = turn()
+    none = NOT_SAMPLED
+    assert samples.versions.per_token_steps().tolist() == [none, none, 4, 4, 5, none, none, 5, none, none, 5, 6]
+    assert samples.oldest_steps().tolist() == [4, 5, 5]
+    assert samples.versions.incarnations[-1] == 1
+
+
+def test_the_columns_have_the_types_of_the_record():
+    samples = turn()
+    assert (samples.lengths.dtype, samples.token_ids.dtype) == (np.int32, np.int32)
+    assert (samples.loss_mask.dtype, samples.logprobs.dtype, samples.advantages.dtype) == (bool, np.float32, np.float32)

@@ -1,0 +1,60 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge_async.core.versions import PolicyVersion
+from forge_async.weights.retention import Retention
+
+
+def version(step, incarnation=0):
+    return PolicyVersion(step=step, incarnation=incarnation)
+
+
+def test_a_leased_version_stays_until_its_last_reader_ends():
+    retention = Retention(1)
+    for step in range(3):
+        retention.published(version(step))
+    retention.lease(version(0))
+    retention.lease(version(0))
+    assert retention.take_deletable() == [version(1)]
+    retention.release(version(0))
+    assert retention.take_deletable() == []
+    retention.release(version(0))
+    assert retention.take_deletable() == [version(0)]
+    assert retention.newest == version(2)
+
+
+def test_a_new_incarnation_is_newer_than_what_a_dead_one_published():
+    retention = Retention(1)
+    retention.published(version(9))
+    retention.published(version(3, incarnation=1))
+    assert retention.newest == version(3, incarnation=1)
+    assert retention.take_deletable() == [version(9)]
+
+
+def test_nothing_published_is_nothing_to_serve_or_delete():
+    retention = Retention(2)
+    assert retention.newest is None
+    assert retention.take_deletable() == []
+
+
+actions = st.lists(st.tuples(st.sampled_from(("publish", "lease", "release", "take")), st.integers(0, 9)), max_size=60)
+
+
+@given(actions, st.integers(1, 4))
+def test_readers_and_the_newest_are_never_robbed_and_nothing_is_deleted_twice(actions, keep):
+    retention, leases, deleted, num_published = Retention(keep), [], [], 0
+    for action, choice in actions:
+        live = [step for step in range(num_published) if step not in deleted]
+        if action == "publish":
+            retention.published(version(num_published))
+            num_published += 1
+        elif action == "lease" and live:
+            leases.append(live[choice % len(live)])
+            retention.lease(version(leases[-1]))
+        elif action == "release" and leases:
+            retention.release(version(leases.pop(choice % len(leases))))
+        elif action == "take":
+            taken = [old.step for old in retention.take_deletable()]
+            assert taken == [step for step in live[:-keep] if step not in leases]
+            deleted += taken
+    assert len(set(deleted)) == len(deleted)

@@ -1,0 +1,97 @@
+import pytest
+import torch
+
+from forge_async.core.errors import FingerprintError, WeightsError
+from forge_async.core.versions import PolicyVersion
+from forge_async.weights.fingerprint import check_fingerprint
+from forge_async.weights.manifest import build_manifest
+from forge_async.weights.packing import ALIGNMENT_BYTES, LocalShard, check_blob, digest, pack, unpack
+
+VERSION = PolicyVersion(step=3)
+
+
+def whole(name, tensor):
+    return LocalShard(name=name, tensor=tensor, global_shape=tuple(tensor.shape), offsets=(0,) * tensor.dim())
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return {"b": torch.randn(3, 5), "a": torch.randn(7).bfloat16(), "scale": torch.tensor(2.5)}
+
+
+@pytest.fixture
+def packed(model):
+    shards, blob = pack([whole(name, tensor) for name, tensor in model.items()], 0)
+    return build_manifest(VERSION, [shards]), blob
+
+
+def test_a_model_held_by_one_rank_comes_back_as_views_of_its_blob(model, packed):
+    manifest, blob = packed
+    weights = unpack(manifest, {0: blob})
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.items())
+    assert all(weights[name].dtype == tensor.dtype for name, tensor in model.items())
+    within = range(blob.data_ptr(), blob.data_ptr() + blob.numel())
+    assert all(tensor.data_ptr() in within for tensor in weights.values())
+    assert all(shard.start_bytes % ALIGNMENT_BYTES == 0 for shard in manifest.shards)
+
+
+def test_packing_copies_so_that_the_next_step_changes_nothing(model, packed):
+    manifest, blob = packed
+    before = model["b"].clone()
+    model["b"].add_(1)
+    assert torch.equal(unpack(manifest, {0: blob})["b"], before)
+
+
+def test_a_transposed_box_is_packed_in_row_major_order():
+    tensor = torch.arange(6.0).view(2, 3).t()
+    shards, blob = pack([whole("w", tensor)], 0)
+    assert torch.equal(unpack(build_manifest(VERSION, [shards]), {0: blob})["w"], tensor)
+    assert shards[0].digest == digest(tensor)
+
+
+def test_every_flipped_byte_shows_in_a_digest(packed):
+    manifest, blob = packed
+    for shard in manifest.shards:
+        for at in range(shard.start_bytes, shard.start_bytes + shard.num_bytes):
+            damaged = blob.clone()
+            damaged[at] ^= 1
+            with pytest.raises(WeightsError, match=rf"policy@0\.3: {shard.name} arrived damaged"):
+                check_blob(manifest, 0, damaged)
+    check_blob(manifest, 0, blob)
+
+
+def test_a_blob_cut_short_is_noticed(packed):
+    manifest, blob = packed
+    with pytest.raises(WeightsError, match="scale arrived damaged"):
+        check_blob(manifest, 0, blob[: manifest.shards[-1].start_bytes])
+
+
+def reader(weights):
+    return lambda names: ((name, weights[name]) for name in names if name in weights)
+
+
+def test_what_is_served_as_published_passes(model, packed):
+    check_fingerprint(packed[0], reader(model), "policy_0")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"a": lambda t: t + 1, "scale": lambda t: t + 1}, "policy_0 pulled policy@0.3, but a as it is served differs"),
+        ({"b": lambda t: t.bfloat16()}, "but b as it is served differs"),
+        ({"b": lambda t: t[:2]}, r"policy_0 holds b with shape \(2, 5\), and policy@0.3 has \(3, 5\)"),
+        ({"scale": lambda t: None}, "serves no scale"),
+    ],
+)
+def test_the_first_parameter_that_differs_is_named(model, packed, change, message):
+    served = {name: change.get(name, lambda t: t)(tensor) for name, tensor in model.items()}
+    served = {name: tensor for name, tensor in served.items() if tensor is not None}
+    with pytest.raises(FingerprintError, match=message):
+        check_fingerprint(packed[0], reader(served), "policy_0")
+
+
+def test_a_rank_that_holds_nothing_packs_nothing():
+    shards, blob = pack([LocalShard(name="w", tensor=torch.zeros(0, 4), global_shape=(3, 4), offsets=(3, 0))], 1)
+    assert shards == ()
+    assert blob.numel() == 0
