@@ -38,6 +38,8 @@ class RolloutPlan:
     rollout: RolloutSettings
     group_size: int
     seed: int
+    max_model_tokens: int
+    """Longest prompt and completion that the engine takes."""
 
 
 class RolloutActor(ForgeActor):
@@ -50,10 +52,11 @@ class RolloutActor(ForgeActor):
         self._evaluator: ProcessRewardPool | None = None
 
     async def setup(self) -> None:
-        from forge_async.backends.tasks import open_task
+        from forge_async.backends.tasks import check_prompts_fit, open_task
 
         plan = self._plan
         task = open_task(plan.model_folder, plan.task, prompts=plan.prompts, reward=plan.reward, seed=plan.seed)
+        check_prompts_fit(task, plan.sampling.max_new_tokens, plan.max_model_tokens)
         self._source: PromptSource = task.source
         self._renderer: Renderer = task.renderer
         self._sampling = Sampling(

@@ -7,15 +7,19 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from forge_async.apps.exit import DONE, FAILED, INTERRUPTED, guarded_main, show_traceback
 from forge_async.config import Config, load
 from forge_async.config.help import help_text
-from forge_async.core.errors import one_sentence
+from forge_async.core.errors import ForgeError, one_sentence, unwrap
 from forge_async.observe.progress import Progress
 from forge_async.observe.report import write_report
 from forge_async.observe.run_directory import RunDirectory, default_path
 from forge_async.observe.summary import RunFacts, write_summary
+
+if TYPE_CHECKING:
+    from forge_async.runtime.launch import Launch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,8 +44,12 @@ def _main(argv: Sequence[str], begun_s: float) -> int:
 def _train(config: Config, begun_s: float) -> int:
     from forge_async.runtime.launch import Launch
     from forge_async.runtime.model_folder import resolve_model
+    from forge_async.runtime.preflight import check_before_start
 
+    resolving_s = time.time()
     model_folder = resolve_model(config)
+    begun_s += time.time() - resolving_s  # fetching a model, or making a warm start, happens once and is not the run's
+    check_before_start(config, model_folder)
     path = config.run.dir or str(default_path("grpo"))
     config = config.replace({"run.dir": path})
     directory = RunDirectory.create(
@@ -51,7 +59,7 @@ def _train(config: Config, begun_s: float) -> int:
     progress = Progress(config.root.steps, sys.stdout, mode=config.run.progress, max_staleness=bound)
     progress.say(f"run directory: {directory.path}")
     launch = Launch(config, model_folder, directory, progress, begun_s)
-    status, error = _run(launch)
+    status, error, code = _run(launch)
     facts = RunFacts(
         status=status,
         error=error,
@@ -67,26 +75,27 @@ def _train(config: Config, begun_s: float) -> int:
     summary = write_summary(directory, facts)
     progress.finish(summary, write_report(directory))
     directory.close()
-    return {"completed": DONE, "failed": FAILED, "interrupted": INTERRUPTED}[status]
+    return code
 
 
-def _run(launch: object) -> tuple[str, str | None]:
-    """Run to the end; returns the status and the cause of a failure in one sentence."""
+def _run(launch: Launch) -> tuple[str, str | None, int]:
+    """Run to the end; returns the status, the cause of a failure in one sentence, and the exit code."""
 
     async def interruptible() -> None:
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        await launch.run()  # pyright: ignore[reportAttributeAccessIssue]
+        await launch.run()
 
     try:
         asyncio.run(interruptible())
     except (KeyboardInterrupt, asyncio.CancelledError):
-        return "interrupted", None
+        return "interrupted", None, INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the boundary: whatever failed is told by name and exit code
         show_traceback(error)
-        return "failed", one_sentence(error)
-    return "completed", None
+        cause = unwrap(error)
+        return "failed", one_sentence(error), cause.exit_code if isinstance(cause, ForgeError) else FAILED
+    return "completed", None, DONE
 
 
 if __name__ == "__main__":

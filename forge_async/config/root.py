@@ -12,7 +12,7 @@ class RootSettings:
     """Keys without a prefix, such as `steps=50`."""
 
     seed: int = setting(0, "every random choice of the run derives from it", low=0)
-    steps: int = setting(100, "learner steps to take", unit="steps", low=1)
+    steps: int = setting(260, "learner steps to take", unit="steps", low=1)
     prompts: str = setting("", "a .jsonl file of prompts; empty: the prompts of task.name")
     reward: str = setting("", "reward function, package.module:function or file.py:function; empty: the task's own")
     reward_timeout_s: float = setting(10.0, "longest time one reward call may take", unit="s", low=0.01)

@@ -36,10 +36,10 @@ class LearnerSettings:
 class OptimizerSettings:
     """Keys under `optimizer` (AdamW)."""
 
-    lr: float = setting(5e-4, "learning rate after warm-up", low=0.0)
-    warmup_steps: int = setting(5, "steps of linear warm-up", unit="steps", low=0)
-    decay: str = setting("constant", "what follows the warm-up", choices=("constant", "linear", "cosine"))
-    min_lr_factor: float = setting(0.0, "share of lr that a decay ends at", low=0.0, high=1.0)
+    lr: float = setting(6e-4, "learning rate after warm-up", low=0.0)
+    warmup_steps: int = setting(20, "steps of linear warm-up", unit="steps", low=0)
+    decay: str = setting("linear", "what follows the warm-up", choices=("constant", "linear", "cosine"))
+    min_lr_factor: float = setting(0.1, "share of lr that a decay ends at", low=0.0, high=1.0)
     beta1: float = setting(0.9, "first moment's decay", low=0.0, high=1.0)
     beta2: float = setting(0.95, "second moment's decay", low=0.0, high=1.0)
     weight_decay: float = setting(0.0, "decoupled weight decay", low=0.0)

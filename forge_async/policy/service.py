@@ -23,7 +23,7 @@ class ServiceStats:
     """What the service did since it was last asked."""
 
     busy_s: float = 0.0
-    """Seconds the engine thread spent in steps."""
+    """Seconds the engine thread spent taking in requests and in steps."""
     steps: int = 0
     tokens: int = 0
     """Tokens of finished completions."""
@@ -171,11 +171,11 @@ class RequestService:
         answers = [(future, *_attempt(command, self._engine)) for command, future in commands]
         if self._engine.version != before:
             self._unproven = self._engine.version.step
+        wall, start = time.time(), time.perf_counter()
         if requests:
             self._engine.add(requests)
         if not self._engine.num_unfinished():
             return answers, []
-        wall, start = time.time(), time.perf_counter()
         results = self._engine.step()
         duration = time.perf_counter() - start
         self._stats.busy_s += duration

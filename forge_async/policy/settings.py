@@ -29,7 +29,7 @@ class SamplingSettings:
     """Keys under `sampling`."""
 
     temperature: float = setting(1.0, "sampling temperature", low=0.01)
-    max_new_tokens: int = setting(4, "longest completion of one turn", unit="tokens", low=1)
+    max_new_tokens: int = setting(6, "longest completion of one turn", unit="tokens", low=1)
     top_p: float = setting(1.0, "nucleus sampling; 1: off", low=0.01, high=1.0)
     top_k: int = setting(0, "sample among the k likeliest tokens; 0: off", low=0)
 

@@ -11,7 +11,7 @@ from forge_async.core.settings import setting
 class TaskSettings:
     """Keys under `task`."""
 
-    name: str = setting("sum", "a built-in task (sum, spell) or a reasoning-gym data set such as chain_sum")
+    name: str = setting("spell", "a built-in task (sum, spell) or a reasoning-gym data set such as chain_sum")
     options: dict[str, str | int | float | bool] = setting(
         {}, "options of the reasoning-gym data set, such as {max_terms: 3}"
     )
@@ -20,7 +20,7 @@ class TaskSettings:
         0.2, "share of prompts kept for evaluation, chosen by a hash of the text", low=0.0, high=0.9
     )
     demonstration_fraction: float = setting(
-        0.0,
+        0.5,
         "share of the other prompts that only apps.sft and the warm start see; 0: they see the training prompts",
         low=0.0,
         high=0.9,

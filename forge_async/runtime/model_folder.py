@@ -41,10 +41,12 @@ def resolve_model(config: Config, say: Callable[[str], None] = print) -> Path:
 
 
 def find_model(config: Config) -> Path | None:
-    """The folder if it is at hand, else None; nothing is made or fetched. The warm start is not looked for."""
+    """The folder if it is at hand, else None; nothing is made or fetched."""
     path = config.model.path
     if not path:
-        return None
+        from forge_async.runtime.warm_start import find_warm_start
+
+        return find_warm_start(config)
     if path == smollm2.NAME:
         folder = smollm2.cached_folder()
         return folder if smollm2.is_converted(folder) else None

@@ -11,7 +11,6 @@ from pathlib import Path
 from forge_async.config.schema import Config
 from forge_async.core.errors import ConfigError
 from forge_async.core.packages import require
-from forge_async.core.records import PromptId
 from forge_async.runtime.model_shape import ModelShape, read_shape
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -27,10 +26,18 @@ FEATURES = {
     "safetensors": "Reading a model",
 }
 """Packages that every run needs, and what for."""
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""One of these holds the vocabulary. Where all are missing, transformers makes an empty tokenizer up."""
-NUM_PROBED_PROMPTS = 16
-"""Prompts that are rendered to see whether they fit."""
+
+
+def check_before_start(config: Config, folder: Path) -> None:
+    """What a run checks before it starts processes: packages, sizes, the tokenizer's presence; milliseconds.
+
+    Whether the prompts fit is seen by the rollout workers, which open the task anyway, before anything trains.
+    """
+    from forge_async.backends.tasks import check_tokenizer_files
+
+    check_packages(config)
+    check_shape(config, read_shape(folder, config.model.path))
+    check_tokenizer_files(folder)
 
 
 def check_model(config: Config, folder: Path) -> None:
@@ -116,24 +123,12 @@ def check_prompts(config: Config, folder: Path) -> int:
     Raises ConfigError when there is no usable tokenizer, it does not belong to the model, the task cannot be opened or
     rendered, or a prompt and its completion are longer than the engine takes.
     """
-    from forge_async.backends.tasks import open_task
+    from forge_async.backends.tasks import check_prompts_fit, check_tokenizer_files, open_task
 
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ConfigError(f"model.path={folder} has no tokenizer ({' or '.join(TOKENIZER_FILES)}); put it there.")
+    check_tokenizer_files(folder)
     root = config.root
     task = open_task(str(folder), config.task, prompts=root.prompts, reward=root.reward, seed=root.seed)
-    ids = (
-        PromptId(source=task.source.name, epoch=0, index=index)
-        for index in range(min(NUM_PROBED_PROMPTS, len(task.source)))
-    )
-    longest = max(len(task.source.prompt(id).token_ids) for id in ids)
-    new, most = config.sampling.max_new_tokens, config.policy.max_model_tokens
-    if longest + new > most:
-        raise ConfigError(
-            f"A prompt of {longest} tokens and sampling.max_new_tokens={new} do not fit "
-            f"policy.max_model_tokens={most}; use policy.max_model_tokens={-(-(longest + new) // 32) * 32} or so."
-        )
-    return longest
+    return check_prompts_fit(task, config.sampling.max_new_tokens, config.policy.max_model_tokens)
 
 
 def check_task(config: Config) -> None:

@@ -40,7 +40,7 @@ class WarmStart:
 WARM_STARTS: dict[str, WarmStart] = {
     "spell": WarmStart(
         shape=TinyShape(dim=128, layers=2, heads=4, kv_heads=2, ffn=384),
-        steps=150,
+        steps=130,
         lr=1e-3,
         min_lr_factor=0.85,
         num_prompts=1000,
@@ -55,23 +55,33 @@ WARM_STARTS: dict[str, WarmStart] = {
 }
 
 
+def find_warm_start(config: Config) -> Path | None:
+    """The folder of the task's warm start if the cache has it. Raises ConfigError for a task without one."""
+    folder = _target(config) / "model"
+    return folder if folder.exists() else None
+
+
 def ensure_warm_start(config: Config, say: Callable[[str], None] = print) -> Path:
     """The folder of the task's warm start; made first when the cache has none.
 
     Raises ConfigError for a task without one.
     """
+    target = _target(config)
+    if not target.exists():
+        say(f"making the warm start in {target} (once, about a minute)")
+        with new_folder(target) as partial:
+            _make(config, WARM_STARTS[config.task.name], partial)
+    return target / "model"
+
+
+def _target(config: Config) -> Path:
     recipe = WARM_STARTS.get(config.task.name)
     if recipe is None:
         raise ConfigError(
             f"task.name={config.task.name} has no warm start of its own (there is one for {', '.join(WARM_STARTS)}); "
             "give model.path."
         )
-    target = cache_dir() / "warm-start" / f"{config.task.name}-{_key(config, recipe)}"
-    if not target.exists():
-        say(f"making the warm start in {target} (once, about a minute)")
-        with new_folder(target) as partial:
-            _make(config, recipe, partial)
-    return target / "model"
+    return cache_dir() / "warm-start" / f"{config.task.name}-{_key(config, recipe)}"
 
 
 def _key(config: Config, recipe: WarmStart) -> str:

@@ -234,6 +234,7 @@ async def _start_rollout(number: int, config: Config, folder: Path, placement: P
         rollout=config.rollout,
         group_size=config.root.group_size,
         seed=config.root.seed,
+        max_model_tokens=config.policy.max_model_tokens,
     )
     options = RolloutActor.options(mesh_name=f"rollout_{number}", hosts=placement.controller, **limits)
     return await options.as_actor(plan)

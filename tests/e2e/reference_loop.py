@@ -1,4 +1,4 @@
-"""The independent loop of Law 3: synchronous GRPO with one Engine and one Learner, nothing of pipeline, replay or store.
+"""The independent loop of Law 3: synchronous GRPO with one Engine and one Learner; no pipeline, replay or store.
 
 Run as a script: `python reference_loop.py CONFIG.yaml OUT.json`; writes the fingerprint of the weights after each step.
 """
@@ -51,7 +51,13 @@ def train(config, folder, engine, learner) -> list[str]:
     from forge_async.policy.ports import GenerationRequest, Sampling
 
     renderer = HfRenderer(folder)
-    source = ReasoningGymSource(config.task.name, renderer, seed=config.root.seed, num_prompts=config.task.num_prompts)
+    source = ReasoningGymSource(
+        config.task.name,
+        renderer,
+        seed=config.root.seed,
+        num_prompts=config.task.num_prompts,
+        demonstration_fraction=config.task.demonstration_fraction,
+    )
     sampling = Sampling(
         max_new_tokens=config.sampling.max_new_tokens,
         temperature=config.sampling.temperature,

@@ -91,7 +91,7 @@ def processes_of(folder: Path) -> dict[str, int]:
         if entry.name.isdecimal():
             try:
                 leads = os.getpgid(int(entry.name)) == int(entry.name)
-                targets = {os.readlink(fd) for fd in (entry / "fd").iterdir()} if leads else set()
+                targets = {str(fd.readlink()) for fd in (entry / "fd").iterdir()} if leads else set()
             except OSError:
                 continue
             for target in targets:

@@ -35,11 +35,11 @@ def sentence(argv: list[str]) -> str:
         ("xyzzy=1", ["Unknown key xyzzy=1", "--help"]),
         ("async=3", ["async=3", "is a section", "async.max_staleness"]),
         # wrong types
-        ("steps=abc", ["steps=abc is not a whole number", "steps=100"]),
+        ("steps=abc", ["steps=abc is not a whole number", "steps=260"]),
         ("steps=1.5", ["steps=1.5 is not a whole number"]),
         ("steps=true", ["steps=true is not a whole number"]),
         ("steps=[1]", ["steps=[1] is not a whole number"]),
-        ("steps=", ["steps is given no value", "steps=100"]),
+        ("steps=", ["steps is given no value", "steps=260"]),
         ("optimizer.lr=fast", ["optimizer.lr=fast is not a number"]),
         ("optimizer.lr=nan", ["optimizer.lr=nan is not a finite number"]),
         ("optimizer.lr=.inf", ["optimizer.lr=inf is not a finite number"]),
@@ -67,7 +67,7 @@ def sentence(argv: list[str]) -> str:
         ),
         ("steps=${nope}", ["steps=${nope} refers to nope", "no key"]),
         ("steps=${steps}", ["refers to itself"]),
-        ("steps=${task.name}", ["steps=${task.name} resolves to sum", "not a whole number"]),
+        ("steps=${task.name}", ["steps=${task.name} resolves to spell", "not a whole number"]),
         ("steps=${frob:1}", ["steps=${frob:1} cannot be resolved"]),
         ("task.options.a=${oc.env:ABSENT}", ["task.options=${oc.env:ABSENT}", "ABSENT"]),
         # ranges

@@ -103,7 +103,7 @@ def test_help_looks_at_nothing_else() -> None:
         ("task.system=\\${no interpolation}", "task.system", "${no interpolation}"),
         ("steps=${oc.env:NUMBER}", "steps", 7),
         ("steps=${oc.env:ABSENT,9}", "steps", 9),
-        ("task.system=v${seed} of ${task.name}", "task.system", "v0 of sum"),
+        ("task.system=v${seed} of ${task.name}", "task.system", "v0 of spell"),
         ("run.dir=~/x", "run.dir", str(Path("~/x").expanduser())),
     ],
 )
@@ -177,7 +177,7 @@ def test_a_bare_file_name_is_a_file_for_from_file(tmp_path: Path, monkeypatch) -
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "tiny_cpu", "steps: 3")
     assert from_file("tiny_cpu").root.steps == 3
-    assert compose(["tiny_cpu"]).root.steps == 100
+    assert compose(["tiny_cpu"]).root.steps == Config().root.steps
     assert compose(["./tiny_cpu"]).root.steps == 3
 
 

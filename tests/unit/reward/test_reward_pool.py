@@ -23,7 +23,7 @@ def calls(*completions, **data):
 
 
 def alive(pid):
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
 
