@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from fractions import Fraction
+from functools import lru_cache
 
 from forge_async.core.errors import ForgeError
 from forge_async.core.records import PromptId
@@ -15,7 +16,7 @@ def is_held_out(text: str, fraction: float) -> bool:
     At 0.2 these are the texts whose crc32 is divisible by 5, which is the split of the recipe; in general
     `crc32 % q < p` for the fraction p/q.
     """
-    share = Fraction(fraction).limit_denominator(1000)
+    share = _share(fraction)
     return zlib.crc32(text.encode("utf-8", "surrogatepass")) % share.denominator < share.numerator
 
 
@@ -24,9 +25,15 @@ def is_demonstration(text: str, fraction: float) -> bool:
 
     Decided by another hash than `is_held_out`, so that the two shares do not depend on each other.
     """
-    share = Fraction(fraction).limit_denominator(1000)
+    share = _share(fraction)
     found = zlib.crc32(b"demonstration:" + text.encode("utf-8", "surrogatepass"))
     return found % share.denominator < share.numerator
+
+
+@lru_cache(maxsize=64)
+def _share(fraction: float) -> Fraction:
+    """The fraction p/q that a share is taken for; finding it costs more than the hash."""
+    return Fraction(fraction).limit_denominator(1000)
 
 
 def held_out_id(source: str, index: int) -> PromptId:

@@ -152,11 +152,13 @@ def _start_monarch(log_dir: Path) -> None:
 
 
 def _temporary_folder(run_dir: Path) -> Path:
+    """A folder for sockets and the like: inside the run's when its path is short enough, else the system's."""
     inside = run_dir / "tmp"
     if len(os.fsencode(inside)) <= LONGEST_TMP:
         inside.mkdir(parents=True, exist_ok=True)
         return inside
-    return Path(tempfile.mkdtemp(prefix="forge-"))
+    short = len(os.fsencode(tempfile.gettempdir())) + len("/forge-12345678") <= LONGEST_TMP
+    return Path(tempfile.mkdtemp(prefix="forge-", dir=None if short else "/tmp"))
 
 
 async def _initialized(mesh: HostMesh) -> None:

@@ -89,7 +89,10 @@ def test_a_reward_that_hangs_ends_the_run_and_is_named(tmp_path: Path, tiny_mode
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_step(tmp_path: Path, tiny_model: Path) -> None:
     folder = tmp_path / "run"
-    words = [f"model.path={tiny_model}", "optimizer.lr=1e20", "optimizer.warmup_steps=0", *TINY, "steps=20"]
+    words = [
+        f"model.path={tiny_model}", "optimizer.lr=1e20", "optimizer.warmup_steps=0", "advantage.zero_variance=keep",
+        *TINY, "steps=20",
+    ]  # fmt: skip
     run = finish(start(tmp_path, [*words, f"run.dir={folder}"]), folder)
     assert run.code == 1, run.output
     assert "not finite" in run.summary["error"] and "Step" in run.summary["error"]

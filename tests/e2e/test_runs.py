@@ -35,9 +35,9 @@ def test_an_asynchronous_run_tells_its_story(tmp_path: Path, tiny_model: Path) -
     trained = [event for event in ours.events if event["outcome"] == "trained"]
     assert [event["index"] for event in trained] == list(range(128)), "strict order at W = 1"
     assert all(e["admitted_s"] <= e["generated_s"] <= e["scored_s"] <= e["ended_s"] for e in trained)
-    assert {span["name"] for span in json.loads((ours.folder / "trace.json").read_text()) if span["ph"] == "X"} >= {
-        "generate", "train", "publish", "fetch", "swap", "score", "wait for batch",
-    }  # fmt: skip
+    trace = json.loads((ours.folder / "trace.json").read_text())["traceEvents"]
+    names = {"generate", "train", "publish", "fetch", "swap", "score", "wait for batch"}
+    assert {span["name"] for span in trace if span["ph"] == "X"} >= names
     rollouts = list(read_rollouts(ours.folder / "rollouts.jsonl.zst"))
     assert len(rollouts) == 8 * 4 and all(rollout["prompt"].endswith("=") for rollout in rollouts)
     assert "<svg" in (ours.folder / "report.html").read_text()
