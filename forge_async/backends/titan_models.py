@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,16 +116,7 @@ def _qwen3_spec(config: dict[str, Any]) -> ModelSpec:
         rope=CosSinRoPE.Config(dim=head_dim, max_seq_len=config["max_position_embeddings"], theta=_rope_theta(config)),
     )
     model = qwen3.Qwen3Model.Config(layers=layers, norm=qwen3._qwen3_norm(dim), **_embeddings(config, qwen3))
-    _set_epsilon(model, config)
-    return ModelSpec(
-        name="qwen3",
-        flavor="from_hugging_face",
-        model=model,
-        parallelize_fn=qwen3.parallelize_qwen3,
-        pipelining_fn=None,
-        post_optimizer_build_fn=None,
-        state_dict_adapter=qwen3.Qwen3StateDictAdapter,
-    )
+    return _spec("qwen3", model, config, qwen3.parallelize_qwen3, qwen3.Qwen3StateDictAdapter)
 
 
 def _llama_rope(config: dict[str, Any], head_dim: int) -> Any:
@@ -165,15 +157,19 @@ def _llama_spec(config: dict[str, Any]) -> ModelSpec:
     )
     norm = llama3.RMSNorm.Config(normalized_shape=dim, param_init=llama3._NORM_INIT)
     model = llama3.Llama3Model.Config(layers=layers, norm=norm, **_embeddings(config, llama3))
+    return _spec("llama3", model, config, llama3.parallelize_llama, Llama3Adapter)
+
+
+def _spec(name: str, model: Any, config: dict[str, Any], parallelize: Callable, adapter: type) -> ModelSpec:
     _set_epsilon(model, config)
     return ModelSpec(
-        name="llama3",
+        name=name,
         flavor="from_hugging_face",
         model=model,
-        parallelize_fn=llama3.parallelize_llama,
+        parallelize_fn=parallelize,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
-        state_dict_adapter=Llama3Adapter,
+        state_dict_adapter=adapter,
     )
 
 

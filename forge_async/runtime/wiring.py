@@ -199,17 +199,6 @@ async def _start_policy(name: str, number: int, config: Config, folder: Path, pl
 
 
 async def _start_learner(config: Config, folder: Path, placement: Placement, limits: dict) -> ActorHandle:
-    plan = LearnerPlan(
-        model_folder=str(folder),
-        learner=config.learner,
-        optimizer=config.optimizer,
-        objective=config.objective,
-        correction=config.asynchrony.correction,
-        total_steps=config.root.steps,
-        seed=config.root.seed,
-        temperature=config.sampling.temperature,
-        publish_dtype=config.policy.dtype,
-    )
     hosts = placement.learner
     options = LearnerActor.options(
         mesh_name="learner",
@@ -219,7 +208,7 @@ async def _start_learner(config: Config, folder: Path, placement: Placement, lim
         with_gpus=config.job.gpus_per_host > 0,
         **limits,
     )
-    return await options.as_actor(plan)
+    return await options.as_actor(LearnerPlan.of(config, str(folder)))
 
 
 async def _start_rollout(number: int, config: Config, folder: Path, placement: Placement, limits: dict) -> ActorHandle:
