@@ -24,6 +24,9 @@ from monarch.actor import HostMesh, shutdown_context, this_host
 LONGEST_TMP = 60
 """Bytes of a temporary folder's path under which sockets still get names that the kernel accepts (107 bytes)."""
 
+SHORT_TMP = Path(os.sep) / "tmp"
+"""Where temporary files go when the path that TMPDIR gives is too long; POSIX has this folder everywhere."""
+
 
 class Placement:
     """The hosts of a run: `learner`, `policy`, and `controller` for what runs beside the controller.
@@ -158,7 +161,7 @@ def _temporary_folder(run_dir: Path) -> Path:
         inside.mkdir(parents=True, exist_ok=True)
         return inside
     short = len(os.fsencode(tempfile.gettempdir())) + len("/forge-12345678") <= LONGEST_TMP
-    return Path(tempfile.mkdtemp(prefix="forge-", dir=None if short else "/tmp"))
+    return Path(tempfile.mkdtemp(prefix="forge-", dir=None if short else SHORT_TMP))
 
 
 async def _initialized(mesh: HostMesh) -> None:
