@@ -24,8 +24,8 @@ class LearnerSettings:
     tensor_parallel: int = setting(1, "ranks of a tensor-parallel group; divides learner.ranks", low=1)
     expert_parallel: int = setting(1, "ranks over which experts are spread; divides learner.ranks", low=1)
     dtype: str = setting("float32", "dtype of the forward and backward pass", choices=("float32", "bfloat16"))
-    row_tokens: int = setting(256, "tokens of a packed row; grows to the longest sample", unit="tokens", low=8)
-    micro_batch_tokens: int = setting(8192, "tokens of one forward and backward pass on a rank", unit="tokens", low=8)
+    row_tokens: int = setting(64, "tokens of a packed row; grows to the longest sample", unit="tokens", low=8)
+    micro_batch_tokens: int = setting(2048, "tokens of one forward and backward pass on a rank", unit="tokens", low=8)
     activation_checkpointing: str = setting(
         "none", "recompute activations in the backward pass", choices=("none", "selective", "full")
     )
