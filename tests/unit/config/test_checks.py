@@ -48,7 +48,7 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
     (c.block_fits, {"policy.block_tokens": 48}, ["policy.block_tokens=48", "32", "policy.block_tokens=64"]),
     (c.block_fits, {"policy.block_tokens": 20, "job.gpus_per_host": 2}, ["policy.block_tokens=32"]),
     (c.engine_step_fits, {"policy.max_batch_tokens": 256}, ["policy.max_batch_tokens=256", "policy.max_sequences=512"]),
-    (c.row_fits, {"learner.row_tokens": 9000}, ["learner.row_tokens=9000", "learner.micro_batch_tokens=8192"]),
+    (c.row_fits, {"learner.row_tokens": 9000}, ["learner.row_tokens=9000", "learner.micro_batch_tokens=2048"]),
     (c.held_out_exists, {"task.held_out_fraction": 0.0}, ["eval.num_prompts=200", "task.held_out_fraction=0"]),
     (c.hosts_exist, {"job.learner_hosts": 2}, ["job.learner_hosts=2", "job.kind=local"]),
     (c.hosts_exist, {"job.policy_hosts": 2, "job.kind": "process"}, ["job.policy_hosts=2"]),
