@@ -70,9 +70,8 @@ def test_a_killed_controller_leaves_no_process_behind(tmp_path: Path, tiny_model
 def test_a_reward_that_hangs_ends_the_run_and_is_named(tmp_path: Path, tiny_model: Path) -> None:
     reward = tmp_path / "mine.py"
     reward.write_text(
-        "import time\n\n\ndef score(completion):\n    time.sleep(0 if len(completion) < 9 else 0)\n"
-        "    score.calls = getattr(score, 'calls', 0) + 1\n    time.sleep(60 if score.calls > 70 else 0)\n"
-        "    return float(len(completion))\n"
+        "import time\n\n\ndef score(completion):\n    score.calls = getattr(score, 'calls', 0) + 1\n"
+        "    time.sleep(60 if score.calls > 70 else 0)\n    return float(len(completion))\n"
     )
     folder = tmp_path / "run"
     words = [f"reward={reward}:score", "reward_timeout_s=1", f"model.path={tiny_model}", *TINY, *LONG]
