@@ -375,6 +375,9 @@ class FakeReplay:
     async def state(self) -> dict[str, float]:
         return {f"groups/{name}": 0 for name in ("admitted", "trained", "filtered", "failed", "expired", "cancelled")}
 
+    async def why(self) -> str:
+        return f"{len(self._made)} groups are made"
+
     async def close(self, reason: str) -> dict[str, float]:
         self._closed = True
         await self._notify()

@@ -11,6 +11,7 @@ import asyncio
 import contextvars
 import functools
 import inspect
+import os
 import pickle
 import sys
 import traceback
@@ -23,6 +24,7 @@ from monarch._src.actor.endpoint import EndpointProperty
 from monarch.actor import ActorError, concurrent_endpoint, endpoint
 
 from forge_async.core.errors import ForgeError
+from forge_async.core.loop_watch import LoopWatch
 
 MARK = "_forge_guarded"
 
@@ -133,6 +135,8 @@ def _guard(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     async def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "_forge_loop_watch" not in self.__dict__:
+            self._forge_loop_watch = LoopWatch(f"{type(self).__name__} (pid {os.getpid()})", _warn).start()
         try:
             return await run(self, *args, **kwargs)
         except asyncio.CancelledError as error:
@@ -145,6 +149,12 @@ def _guard(method: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(wrapper, MARK, True)
     return wrapper
+
+
+def _warn(text: str) -> None:
+    """To the process's log."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def _on_worker_thread(method: Callable[..., Any]) -> Callable[..., Any]:

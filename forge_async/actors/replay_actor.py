@@ -136,6 +136,11 @@ class ReplayActor(ForgeActor):
         return self._state.state()
 
     @concurrent_endpoint
+    async def why(self) -> str:
+        """What the next step waits for, in one sentence without full stop."""
+        return self._state.why_no_batch()
+
+    @concurrent_endpoint
     async def close(self, reason: str) -> dict[str, float]:
         """Cancel what has not ended; everybody who waits is let go. Returns the final figures."""
         await self.closing(reason)

@@ -16,6 +16,7 @@ from typing import Protocol
 from forge_async.core.versions import PolicyVersion
 from forge_async.pipeline.ports import Admission, GroupRecord, Learner, LearnerStep, Pull, Replay, Replica, Workers
 from forge_async.pipeline.publish import Publication, Publisher
+from forge_async.pipeline.watchdog import Watchdog
 
 
 class Observer(Protocol):
@@ -36,6 +37,12 @@ class RingSettings:
     groups_per_step: int
     publish_every: int
     """Learner steps between publications; the last version is always published."""
+    step_limit_s: float | None = None
+    """Longest wait for a step, batch included, before the watchdog ends the run; None: no limit."""
+    make_limit_s: float | None = None
+    """The same from the admission of groups to their rewards."""
+    weights_limit_s: float | None = None
+    """The same for a publication, and for a pull."""
 
 
 class Ring:
@@ -52,11 +59,16 @@ class Ring:
         observer: Observer,
         settings: RingSettings,
         after_step: Callable[[int], Awaitable[None]] | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
-        """`after_step(number of steps done)` runs between two steps, for checkpoints and evaluations."""
+        """`after_step(number of steps done)` runs between two steps, for checkpoints and evaluations.
+
+        The loops tell `watchdog` what they wait for; whoever made it has it look.
+        """
         self._replay, self._learner, self._replicas, self._workers = replay, learner, replicas, workers
         self._publisher, self._observer, self._settings = publisher, observer, settings
         self._after_step = after_step
+        self._waiting = (watchdog or Watchdog()).waiting
 
     async def run(self, version: PolicyVersion) -> PolicyVersion:
         """Train until the last step is done and its version is published and pulled; every replica serves `version`.
@@ -80,12 +92,19 @@ class Ring:
     async def _generate(self, group: asyncio.TaskGroup, replica: Replica) -> None:
         """Keep a replica supplied with as many groups as its room allows, until the replay actor closes."""
         share = -(-self._settings.groups_per_step // len(self._replicas))
-        while admissions := await self._replay.admit(replica.name, share):
+        while admissions := await self._admit(replica, share):
             self._observer.admitted(admissions, replica.name)
             group.create_task(self._make(replica, admissions), name=f"make on {replica.name}")
 
+    async def _admit(self, replica: Replica, max_groups: int) -> Sequence[Admission]:
+        with self._waiting(replica.name, "room for groups", "the learner's next batch and its own next pull"):
+            return await self._replay.admit(replica.name, max_groups)
+
     async def _make(self, replica: Replica, admissions: Sequence[Admission]) -> None:
-        self._observer.made(await self._workers.make(admissions, replica.name))
+        what = f"groups {admissions[0].index}..{admissions[-1].index} to be generated and scored"
+        with self._waiting("the ring", what, f"{replica.name} and the rollout workers", self._settings.make_limit_s):
+            records = await self._workers.make(admissions, replica.name)
+        self._observer.made(records)
 
     async def _train(self, group: asyncio.TaskGroup, version: PolicyVersion) -> PolicyVersion:
         """Step after step; each published version travels while the next step runs."""
@@ -93,7 +112,7 @@ class Ring:
         for step in range(version.step, version.step + self._settings.num_steps):
             done = step + 1 - version.step
             publishes = done % self._settings.publish_every == 0 or done == self._settings.num_steps
-            ranks = await self._learner.step(step, publishes)
+            ranks = await self._step(step, publishes)
             await self._replay.trained(step)
             self._observer.stepped(step, ranks)
             if publishes:
@@ -108,13 +127,25 @@ class Ring:
             policy=version.policy, incarnation=version.incarnation, step=version.step + self._settings.num_steps
         )
 
+    async def _step(self, step: int, publishes: bool) -> list[LearnerStep]:
+        whom, limit_s = "the replay actor and the learner's ranks", self._settings.step_limit_s
+        with self._waiting("the learner", f"the batch and the update of step {step}", whom, limit_s):
+            return await self._learner.step(step, publishes)
+
     async def _publish(self, version: PolicyVersion) -> None:
-        self._observer.published(await self._publisher.publish(version))
+        whom, limit_s = "the learner's ranks and the store", self._settings.weights_limit_s
+        with self._waiting("the ring", f"version {version.step} to be published", whom, limit_s):
+            publication = await self._publisher.publish(version)
+        self._observer.published(publication)
 
     async def _pull(self, replica: Replica, version: PolicyVersion) -> None:
         """Pull the newest version again and again; a newer one supersedes those that were not begun."""
         last_step = version.step + self._settings.num_steps
         while version.step < last_step:
-            version = await self._publisher.newer_than(version)
-            self._observer.pulled(replica.name, await self._publisher.pull(replica, version))
+            with self._waiting(replica.name, f"a version newer than {version.step}", "the learner's next publication"):
+                version = await self._publisher.newer_than(version)
+            whom, limit_s = f"{replica.name} and the store", self._settings.weights_limit_s
+            with self._waiting("the ring", f"{replica.name} to serve version {version.step}", whom, limit_s):
+                pull = await self._publisher.pull(replica, version)
+            self._observer.pulled(replica.name, pull)
             await self._replay.pulled(replica.name, version.step)

@@ -14,6 +14,7 @@ from forge_async.pipeline.publish import Publisher
 from forge_async.pipeline.recorder import Recorder
 from forge_async.pipeline.ring import Ring, RingSettings
 from forge_async.pipeline.settings import CheckpointSettings, EvalSettings
+from forge_async.pipeline.watchdog import Watchdog
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,10 +44,12 @@ class Run:
         checkpoint: CheckpointSettings,
         keep_versions: int,
         checkpoints_folder: Path,
+        watchdog: Watchdog | None = None,
     ) -> None:
         self._replay, self._learner, self._replicas, self._workers = replay, learner, replicas, workers
         self._recorder, self._evaluation, self._checkpoint = recorder, evaluation, checkpoint
         self._folder = checkpoints_folder
+        self._watchdog = watchdog or Watchdog()
         self._publisher = Publisher(learner, replay, keep_versions)
         self._ring = Ring(
             replay=replay,
@@ -57,6 +60,7 @@ class Run:
             observer=recorder,
             settings=ring,
             after_step=self._after_step,
+            watchdog=self._watchdog,
         )
         self._num_steps = ring.num_steps
         self.result = RunResult()
@@ -74,9 +78,13 @@ class Run:
     async def train(self, version: PolicyVersion) -> None:
         """Run the ring to its last step, then evaluate and save what it reached."""
         async with asyncio.TaskGroup() as group:
-            recording = group.create_task(self._recorder.run(), name="recorder")
+            beside = [
+                group.create_task(self._recorder.run(), name="recorder"),
+                group.create_task(self._watchdog.run(), name="watchdog"),
+            ]
             await self._ring.run(version)
-            recording.cancel()
+            for task in beside:
+                task.cancel()
         await self._recorder.finish("the run ended")
         self.result.groups = _totals(await self._replay.state())
         self.result.eval_after = await self._evaluate("after")

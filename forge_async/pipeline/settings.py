@@ -20,6 +20,7 @@ class RunSettings:
     )
     start_timeout_s: float = setting(600.0, "longest time all processes may take to get ready", unit="s", low=1)
     step_timeout_s: float = setting(600.0, "longest wait for a batch, a step, a publication or a pull", unit="s", low=1)
+    warn_after_s: float = setting(60.0, "a wait that lasts this long is told, with its cause", unit="s", low=0.1)
     stop_timeout_s: float = setting(
         12.0, "longest time the processes may take to end before they are killed", unit="s", low=1
     )

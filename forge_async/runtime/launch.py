@@ -9,6 +9,7 @@ from pathlib import Path
 
 from forge_async.config.schema import Config
 from forge_async.core.errors import ForgeError
+from forge_async.core.loop_watch import LoopWatch
 from forge_async.observe.group_events import EventsLog
 from forge_async.observe.progress import Progress
 from forge_async.observe.rollout_log import RolloutLog
@@ -18,8 +19,12 @@ from forge_async.observe.trace import Tracer
 from forge_async.pipeline.recorder import Recorder
 from forge_async.pipeline.ring import RingSettings
 from forge_async.pipeline.run import Run, RunResult
+from forge_async.pipeline.watchdog import Watchdog
 from forge_async.runtime.meshes import Placement, close_monarch
 from forge_async.runtime.wiring import Actors, start_actors
+
+NET_S = 10.0
+"""What the watchdog grants on top of the deadlines of single calls."""
 
 
 class Launch:
@@ -40,6 +45,7 @@ class Launch:
 
     async def run(self) -> None:
         """Start, train, stop. Whatever happens, no process is left and the records are closed."""
+        loop_watch = LoopWatch("the controller", self._warn).start()
         placement = await Placement.start(self._config.job, self._directory.path)
         try:
             actors = await start_actors(self._config, self._model_folder, placement, self._directory.path, self._ready)
@@ -49,6 +55,7 @@ class Launch:
                 self._recorder.close("the run ended early")
             await asyncio.shield(placement.stop(self._config.run.stop_timeout_s))
             await close_monarch()
+            loop_watch.close()
 
     async def _train(self, actors: Actors) -> None:
         """Run beside a watch over every process: the first death ends the run by name."""
@@ -87,12 +94,20 @@ class Launch:
                 num_steps=config.root.steps,
                 groups_per_step=config.root.groups_per_step,
                 publish_every=config.asynchrony.publish_every,
+                # A single call has its own, shorter deadline and says more; these are the net below.
+                step_limit_s=2 * config.run.step_timeout_s + NET_S,
+                make_limit_s=config.rollout.group_timeout_s + config.root.reward_timeout_s + NET_S,
+                weights_limit_s=4 * config.weights.timeout_s + NET_S,
             ),
             evaluation=config.eval,
             checkpoint=config.checkpoint,
             keep_versions=config.weights.keep_versions,
             checkpoints_folder=directory.checkpoints,
+            watchdog=Watchdog(warn_after_s=config.run.warn_after_s, warn=self._warn, explain=actors.replay.why),
         )
+
+    def _warn(self, text: str) -> None:
+        self._progress.say(f"warning: {text}")
 
     def _ready(self, name: str, _: float) -> None:
         self.startup[name] = time.time() - self._begun_s

@@ -87,6 +87,9 @@ class RemoteReplay:
     async def state(self) -> dict[str, float]:
         return await self._handle.state.call_one()
 
+    async def why(self) -> str:
+        return await self._handle.why.call_one()
+
     async def close(self, reason: str) -> dict[str, float]:
         return await self._handle.close.call_one(reason)
 
