@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from forge_async.apps.exit import DONE, FAILED, INTERRUPTED, guarded_main, show_traceback
@@ -69,6 +70,7 @@ def _train(config: Config, begun_s: float) -> int:
         max_staleness=bound,
         eval_before=launch.result.eval_before,
         eval_after=launch.result.eval_after,
+        evaluations=[asdict(found) for found in launch.result.evaluations],
         groups=launch.result.groups,
         weights_sha256=launch.result.weights_sha256,
     )

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forge_async.core.versions import PolicyVersion
 from forge_async.observe import names
 from forge_async.observe.group_events import EventsLog, GroupEvent
+from forge_async.observe.process_stats import process_stats
 from forge_async.observe.progress import Progress
 from forge_async.observe.rollout_log import RolloutLog, RolloutRecord
 from forge_async.observe.sinks import MetricsSink
 from forge_async.observe.trace import Tracer
+from forge_async.pipeline.evaluations import Evaluated
 from forge_async.pipeline.ports import (
     Admission,
     GroupRecord,
@@ -78,18 +80,23 @@ class Recorder:
         progress: Progress,
         replicas: Sequence[Replica],
         workers: Workers,
+        pids: Mapping[str, int] | None = None,
     ) -> None:
-        """`begun_s` is the wall clock at which the process started; all times of the records count from it."""
+        """`begun_s` is the wall clock at which the process started; all times of the records count from it.
+
+        `pids` are processes of this machine, by name, that report nothing themselves.
+        """
         self._begun_s, self._sink, self._events, self._rollouts = begun_s, sink, events, rollouts
         self._rollouts_per_step, self._tracer, self._progress = rollouts_per_step, tracer, progress
-        self._replicas, self._workers = replicas, workers
+        self._replicas, self._workers, self._pids = replicas, workers, dict(pids or {})
         self._known: dict[int, _Known] = {}
         self._weights = _Weights()
         self._totals: dict[str, float] = {}
         self._steps: deque[_Step] = deque()
         self._arrived = asyncio.Event()
         self._last_ended_s = time.time()
-        self._extra: dict[int, dict[str, float]] = {}
+        self._evaluation: dict[str, float] = {}
+        """Figures of an evaluation that ended since the last row."""
         self._closed = False
 
     def admitted(self, admissions: Sequence[Admission], replica: str) -> None:
@@ -129,9 +136,13 @@ class Recorder:
         self._tracer.add(f"{replica} weights", [("fetch", "work", pull.started_s, pull.fetch_s, args)])
         self._tracer.add(f"{replica} weights", [("swap", "work", swap_s, pull.pause_s, args)])
 
-    def evaluated(self, step: int, score: float) -> None:
-        """A held-out score of the version after `step` steps."""
-        self._extra[step] = {names.EVAL_SCORE: score}
+    def evaluated(self, found: Evaluated) -> None:
+        """Figures of an evaluation, for the next row."""
+        self._evaluation = {
+            names.EVAL_SCORE: found.score,
+            names.EVAL_OLDEST_VERSION: found.oldest_version,
+            names.EVAL_NEWEST_VERSION: found.newest_version,
+        }
 
     async def run(self) -> None:
         """Write steps as they come; ends only by cancellation."""
@@ -200,8 +211,12 @@ class Recorder:
             **self._batch_figures(batch),
             **self._weight_figures(),
             **self._memory(step.ranks, stats, reports),
-            **self._extra.pop(step.step + 1, {}),
+            **self._take_evaluation(),
         }
+
+    def _take_evaluation(self) -> dict[str, float]:
+        figures, self._evaluation = self._evaluation, {}
+        return figures
 
     def _batch_figures(self, batch: dict) -> dict[str, float]:
         """The replay actor's figures: those of the batch as they are, running totals as what this step added."""
@@ -232,6 +247,9 @@ class Recorder:
             replica.name: (each.rss_bytes, each.cpu_s) for replica, each in zip(self._replicas, stats, strict=True)
         }
         processes |= {f"rollout_{i}": (report.rss_bytes, report.cpu_s) for i, report in enumerate(reports)}
+        for name, pid in self._pids.items():
+            if (found := process_stats(pid)) is not None:
+                processes[name] = (found.rss_bytes, found.cpu_s)
         held = {f"learner_{i}": rank.snapshot_bytes for i, rank in enumerate(ranks)} | self._weights.held_bytes
         row: dict[str, float] = {
             names.RSS_BYTES: sum(rss for rss, _ in processes.values()),

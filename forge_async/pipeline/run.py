@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from forge_async.core.versions import PolicyVersion
+from forge_async.pipeline.evaluations import Evaluated, Evaluations
 from forge_async.pipeline.ports import Learner, Replay, Replica, Workers
 from forge_async.pipeline.publish import Publisher
 from forge_async.pipeline.recorder import Recorder
@@ -23,6 +23,8 @@ class RunResult:
 
     eval_before: float | None = None
     eval_after: float | None = None
+    evaluations: list[Evaluated] = field(default_factory=list)
+    """All of them, in the order in which they ended."""
     weights_sha256: str | None = None
     checkpoint: Path | None = None
     groups: dict[str, int] | None = None
@@ -45,9 +47,17 @@ class Run:
         keep_versions: int,
         checkpoints_folder: Path,
         watchdog: Watchdog | None = None,
+        evaluate_beside: bool = True,
     ) -> None:
+        """`evaluate_beside` lets the loops go on during an evaluation.
+
+        At S = 0 they must not: other requests in the engine change the last bits of log-probabilities (Law 3).
+        """
         self._replay, self._learner, self._replicas, self._workers = replay, learner, replicas, workers
-        self._recorder, self._evaluation, self._checkpoint = recorder, evaluation, checkpoint
+        self._recorder, self._checkpoint = recorder, checkpoint
+        self._eval_every, self._evaluate_beside = evaluation.every_steps, evaluate_beside
+        self._evaluations = Evaluations(workers, replicas, num_prompts=evaluation.num_prompts, observe=self._evaluated)
+        self._beside: asyncio.TaskGroup | None = None
         self._folder = checkpoints_folder
         self._watchdog = watchdog or Watchdog()
         self._publisher = Publisher(learner, replay, keep_versions)
@@ -70,7 +80,7 @@ class Run:
         version = await self._learner.snapshot()
         await self._publisher.publish(version)
         await asyncio.gather(*(self._publisher.pull(replica, version) for replica in self._replicas))
-        self.result.eval_before = await self._evaluate("before")
+        self.result.eval_before = await self._score(0)
         for replica in self._replicas:
             await self._replay.add_replica(replica.name, version.step)
         return version
@@ -78,34 +88,39 @@ class Run:
     async def train(self, version: PolicyVersion) -> None:
         """Run the ring to its last step, then evaluate and save what it reached."""
         async with asyncio.TaskGroup() as group:
+            self._beside = group
             beside = [
                 group.create_task(self._recorder.run(), name="recorder"),
                 group.create_task(self._watchdog.run(), name="watchdog"),
             ]
             await self._ring.run(version)
+            await self._evaluations.finish()
             for task in beside:
                 task.cancel()
         await self._recorder.finish("the run ended")
         self.result.groups = _totals(await self._replay.state())
-        self.result.eval_after = await self._evaluate("after")
+        self.result.eval_after = await self._score(self._num_steps)
         await self._save(self._num_steps)
         self.result.weights_sha256 = await self._learner.digest()
 
     async def _after_step(self, done: int) -> None:
         if done == self._num_steps:
             return
-        if self._evaluation.every_steps and done % self._evaluation.every_steps == 0:
-            score = await self._evaluate(f"step {done}")
-            if score is not None:
-                self._recorder.evaluated(done + 1, score)
+        if self._eval_every and done % self._eval_every == 0:
+            if self._evaluate_beside and self._beside is not None:
+                self._evaluations.begin(self._beside, done)
+            else:
+                await self._evaluations.evaluate(done)
         if self._checkpoint.every_steps and done % self._checkpoint.every_steps == 0:
             await self._save(done)
 
-    async def _evaluate(self, name: str) -> float | None:
-        if not self._evaluation.num_prompts:
-            return None
-        score, _ = await self._workers.evaluate(self._evaluation.num_prompts, self._replicas[0].name, f"eval {name}")
-        return None if math.isnan(score) else score
+    async def _score(self, step: int) -> float | None:
+        found = await self._evaluations.evaluate(step)
+        return found.score if found else None
+
+    def _evaluated(self, found: Evaluated) -> None:
+        self.result.evaluations.append(found)
+        self._recorder.evaluated(found)
 
     async def _save(self, done: int) -> None:
         folder = self._folder / f"step-{done:06d}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from forge_async.pipeline.recorder import Recorder
 from forge_async.pipeline.ring import RingSettings
 from forge_async.pipeline.run import Run, RunResult
 from forge_async.pipeline.watchdog import Watchdog
+from forge_async.replay.bound import effective
 from forge_async.runtime.meshes import Placement, close_monarch
 from forge_async.runtime.wiring import Actors, start_actors
 
@@ -72,6 +74,7 @@ class Launch:
 
     def _build_run(self, actors: Actors) -> Run:
         config, directory = self._config, self._directory
+        synchronous = effective(config.asynchrony, config.root.groups_per_step).synchronous
         others: list[MetricsSink] = [TensorBoardSink(directory.tensorboard)] if config.observe.tensorboard else []
         self._recorder = Recorder(
             begun_s=self._begun_s,
@@ -83,6 +86,7 @@ class Launch:
             progress=self._progress,
             replicas=actors.replicas,
             workers=actors.workers,
+            pids={"controller": os.getpid(), **actors.silent_pids},
         )
         return Run(
             replay=actors.replay,
@@ -104,6 +108,7 @@ class Launch:
             keep_versions=config.weights.keep_versions,
             checkpoints_folder=directory.checkpoints,
             watchdog=Watchdog(warn_after_s=config.run.warn_after_s, warn=self._warn, explain=actors.replay.why),
+            evaluate_beside=not synchronous,
         )
 
     def _warn(self, text: str) -> None:

@@ -140,6 +140,8 @@ class Actors:
     workers: RemoteWorkers
     handles: tuple[ActorHandle, ...]
     """All of them, to be watched."""
+    silent_pids: dict[str, int]
+    """Processes of this machine that report no memory and CPU time of their own, by name."""
     version: PolicyVersion
     """What the learner loaded."""
 
@@ -190,6 +192,12 @@ async def start_actors(
         replicas=tuple(RemoteReplica(name, handle, deadline, weights_deadline) for name, handle in replicas.items()),
         workers=RemoteWorkers(workers, deadline),
         handles=(learner.result(), *replicas.values(), *workers, store.result(), replay),
+        silent_pids={
+            name: process.pid
+            for name, handle in (("store", store.result()), ("replay", replay))
+            for process in handle.processes
+            if process.is_local
+        },
         version=version,
     )
 

@@ -3,7 +3,7 @@ import io
 
 import pytest
 
-from forge_async.core.errors import RewardError
+from forge_async.core.errors import RewardError, unwrap
 from forge_async.core.versions import PolicyVersion
 from forge_async.observe.group_events import EventsLog
 from forge_async.observe.progress import Progress
@@ -79,7 +79,7 @@ async def test_a_reward_that_fails_on_a_held_out_prompt_is_named():
         await evaluated(FakeRewards(score))
 
 
-def make_run(folder, *, num_steps=4, every_steps=0, keep=2, num_prompts=2):
+def make_run(folder, *, num_steps=4, every_steps=0, keep=2, num_prompts=2, evaluate_beside=True):
     replay = FakeReplay(2, 1)
     learner = FakeLearnerMesh(replay)
     replicas = [FakeReplica("policy_0", learner)]
@@ -106,6 +106,7 @@ def make_run(folder, *, num_steps=4, every_steps=0, keep=2, num_prompts=2):
         checkpoint=CheckpointSettings(every_steps=every_steps, keep=keep),
         keep_versions=1,
         checkpoints_folder=folder / "checkpoints",
+        evaluate_beside=evaluate_beside,
     )
     return run, workers
 
@@ -127,8 +128,49 @@ async def test_checkpoints_and_evaluations_on_the_way(tmp_path):
     async with asyncio.timeout(20):
         await run.train(await run.prepare())
     assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["step-000003", "step-000004"]
-    rows = read_metrics(tmp_path / "metrics.jsonl")
-    assert [row.get("eval/score") for row in rows] == [None, 0.25, 0.25, 0.25]
+    assert [found.step for found in run.result.evaluations] == [0, 1, 2, 3, 4]
+    assert 0.25 in [row.get("eval/score") for row in read_metrics(tmp_path / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("beside", [True, False])
+async def test_steps_go_on_during_an_evaluation_unless_it_must_be_alone(tmp_path, beside):
+    run, workers = make_run(tmp_path, num_steps=6, every_steps=2, evaluate_beside=beside)
+    version = await run.prepare()
+    asked, seen, release = [], [], asyncio.Event()
+
+    async def slow(num_prompts, replica, name):
+        asked.append(name)
+        if name == "eval 2":
+            await release.wait()
+            seen.append(len(workers.made))
+        return 0.5, [2, 3]
+
+    workers.evaluate = slow
+    training = asyncio.create_task(run.train(version))
+    async with asyncio.timeout(20):
+        while "eval 2" not in asked or (beside and len(workers.made) < 12):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        if not beside:
+            assert not training.done()
+            assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+        release.set()
+        await training
+    assert asked == ["eval 2", "eval 4", "eval 6"], "one after the other, and those on their way end"
+    assert [(found.step, found.newest_version) for found in run.result.evaluations[1:]] == [(2, 3), (4, 3), (6, 3)]
+
+
+async def test_an_evaluation_that_fails_ends_the_run(tmp_path):
+    run, workers = make_run(tmp_path, every_steps=2)
+    version = await run.prepare()
+
+    async def fail(*_):
+        raise RewardError("The reward of 'p0': bad.")
+
+    workers.evaluate = fail
+    with pytest.raises(ExceptionGroup) as caught:
+        await run.train(version)
+    assert "bad" in str(unwrap(caught.value))
 
 
 async def test_no_held_out_prompts_means_no_evaluation(tmp_path):

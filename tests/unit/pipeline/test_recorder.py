@@ -1,6 +1,7 @@
 import asyncio
 import io
 import json
+import os
 
 import pytest
 
@@ -12,6 +13,7 @@ from forge_async.observe.progress import Progress
 from forge_async.observe.rollout_log import RolloutLog, read_rollouts
 from forge_async.observe.sinks import JsonlSink, read_metrics
 from forge_async.observe.trace import Tracer
+from forge_async.pipeline.evaluations import Evaluated
 from forge_async.pipeline.publish import Publication
 from forge_async.pipeline.recorder import Recorder
 from tests.fakes import FakeAdmission, FakeReplay, FakeReplica, FakeWorkers, group_record, learner_step, make_pull
@@ -162,12 +164,15 @@ async def test_the_lag_counts_from_the_end_of_the_step_to_the_first_token_of_its
     assert records.rows[0]["weights/lag_s"] == pytest.approx(0.25)
 
 
-async def test_an_evaluation_stands_in_the_row_of_its_step(records):
-    records.recorder.evaluated(2, 0.75)
+async def test_an_evaluation_stands_in_the_row_after_its_end_with_the_versions_that_answered(records):
     records.step(0, 0)
+    await records.recorder._write_waiting()
+    records.recorder.evaluated(Evaluated(step=1, oldest_version=1, newest_version=2, score=0.75))
     records.step(1, 1)
+    records.step(2, 2)
     await records.recorder.finish("the run ended")
-    assert [row.get("eval/score") for row in records.rows] == [None, 0.75]
+    assert [row.get("eval/score") for row in records.rows] == [None, 0.75, None]
+    assert (records.rows[1]["eval/oldest_version"], records.rows[1]["eval/newest_version"]) == (1, 2)
 
 
 async def test_closing_needs_no_living_actor_and_may_be_repeated(records):
@@ -176,3 +181,15 @@ async def test_closing_needs_no_living_actor_and_may_be_repeated(records):
     records.recorder.close("again")
     assert records.events[0]["reason"] == "the policy died"
     json.loads((records.folder / "trace.json").read_text())
+
+
+async def test_processes_that_report_nothing_are_read_from_the_system(tmp_path):
+    records = Records(tmp_path)
+    records.recorder._pids = {"controller": os.getpid(), "store": 2**22 + 1}
+    records.step(0, 0)
+    await records.recorder.finish("the run ended")
+    row = records.rows[0]
+    assert row["memory/rss_bytes/controller"] > 1e6
+    assert row["cpu_s/controller"] > 0
+    assert "memory/rss_bytes/store" not in row, "a process that has ended has no memory"
+    assert row["memory/rss_bytes"] == pytest.approx(100 + 50 + 200 + row["memory/rss_bytes/controller"])
