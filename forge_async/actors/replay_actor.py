@@ -1,25 +1,22 @@
-"""The one owner of the ledger: a shell that lets callers wait for room and for batches."""
+"""The one owner of the ledger: a Monarch shell around `WaitingReplay`, with the learner ranks' shares of a batch."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from forge_async.actors.forge_actor import ForgeActor, concurrent_endpoint
-from forge_async.core.errors import StallError
 from forge_async.core.records import Group
 from forge_async.learner.batch import Share, split_batch
 from forge_async.replay.admission import Admission, Prompts
 from forge_async.replay.journal import Journal
 from forge_async.replay.settings import AsyncSettings
 from forge_async.replay.state import ReplayState
-
-T = TypeVar("T")
+from forge_async.replay.waiting import PATIENCE_S, WaitingReplay
 
 
 class ReplayActor(ForgeActor):
@@ -49,51 +46,37 @@ class ReplayActor(ForgeActor):
         self._shares: tuple[int, list[Share], dict[str, Any]] | None = None
 
     async def setup(self) -> None:
-        self._state = self._make_state()
-        self._changed = asyncio.Condition()
+        self._replay = WaitingReplay(self._make_state())
 
     async def teardown(self) -> None:
-        await self.closing("the run ended")
+        await self._replay.close("the run ended")
 
     @concurrent_endpoint
-    async def admit(self, replica: str, max_groups: int, deadline_s: float = 600.0) -> list[Admission]:
+    async def admit(self, replica: str, max_groups: int, deadline_s: float = PATIENCE_S) -> list[Admission]:
         """Groups for a replica to make, at least one; none only when the run is closed.
 
         Raises StallError after `deadline_s` seconds, saying what stands in the way, unless the steps to come need no
         more groups: then the wait goes on until the last step is done.
         """
-
-        def stalled() -> str | None:
-            if self._state.num_wanted() <= 0:
-                return None
-            return (
-                f"Replica {replica} was given no group for {deadline_s:g} s: {self._state.why_no_admission(replica)}."
-            )
-
-        return await self._when(
-            lambda: self._state.admit(replica, max_groups),
-            lambda admissions: bool(admissions) or self._state.ledger.closed,
-            deadline_s,
-            stalled,
-        )
+        return await self._replay.admit(replica, max_groups, deadline_s)
 
     @concurrent_endpoint
     async def put(self, groups: Sequence[Group]) -> None:
         """Take in scored groups."""
-        await self._do(lambda: self._state.put(groups))
+        await self._replay.put(groups)
 
     @concurrent_endpoint
     async def end(self, index: int, outcome: str, reason: str, attempt: int) -> None:
         """End a group without training on it."""
-        await self._do(lambda: self._state.end(index, outcome, reason, attempt))
+        await self._replay.end(index, outcome, reason, attempt)
 
     @concurrent_endpoint
-    async def take(self, step: int, deadline_s: float = 600.0) -> list[Group]:
+    async def take(self, step: int, deadline_s: float = PATIENCE_S) -> list[Group]:
         """The batch of `step`, sorted by admission index, for a loop that trains on it itself.
 
         Raises StallError after `deadline_s` seconds, saying which groups are missing.
         """
-        return await self._take(step, deadline_s)
+        return await self._replay.take(step, deadline_s)
 
     @concurrent_endpoint
     async def take_share(
@@ -103,37 +86,38 @@ class ReplayActor(ForgeActor):
 
         Raises StallError after `deadline_s` seconds, saying which groups are missing.
         """
-        groups = await self._take(step, deadline_s)
+        groups = await self._replay.take(step, deadline_s)
         if self._shares is None or self._shares[0] != step:
             shares = split_batch(groups, batch_ranks, keep_zero_advantage=self._keep_zero_advantage)
             computed = sum(share.samples.num_tokens for share in shares if share.samples)
-            self._shares = (step, shares, _describe(groups, self._state) | {"tokens/computed": computed})
+            record = _describe(groups, self._replay.inner) | {"tokens/computed": computed}
+            self._shares = (step, shares, record)
         return self._shares[1][batch_rank], self._shares[2]
 
     @concurrent_endpoint
     async def trained(self, step: int) -> None:
         """Step `step` is done."""
-        await self._do(lambda: self._state.trained(step))
+        await self._replay.trained(step)
 
     @concurrent_endpoint
     async def published(self, step: int) -> None:
         """Version `step` can be pulled."""
-        await self._do(lambda: self._state.published(step))
+        await self._replay.published(step)
 
     @concurrent_endpoint
     async def pulled(self, replica: str, step: int) -> None:
         """A replica serves version `step`."""
-        await self._do(lambda: self._state.pulled(replica, step))
+        await self._replay.pulled(replica, step)
 
     @concurrent_endpoint
     async def add_replica(self, replica: str, step: int) -> None:
         """A replica that serves version `step` may be given groups."""
-        await self._do(lambda: self._state.add_replica(replica, step))
+        await self._replay.add_replica(replica, step)
 
     @concurrent_endpoint
     async def state(self) -> dict[str, float]:
         """Figures under the names of metrics.jsonl."""
-        return self._state.state()
+        return await self._replay.state()
 
     @concurrent_endpoint
     async def why(self) -> str:
@@ -143,45 +127,7 @@ class ReplayActor(ForgeActor):
     @concurrent_endpoint
     async def close(self, reason: str) -> dict[str, float]:
         """Cancel what has not ended; everybody who waits is let go. Returns the final figures."""
-        await self.closing(reason)
-        return self._state.state()
-
-    async def closing(self, reason: str) -> None:
-        """`close`, for the actor itself."""
-        await self._do(lambda: self._state.close(reason))
-
-    async def _take(self, step: int, deadline_s: float) -> list[Group]:
-        batch = await self._when(
-            lambda: self._state.take(step),
-            lambda batch: batch is not None,
-            deadline_s,
-            lambda: f"The learner waited {deadline_s:g} s for a batch: {self._state.why_no_batch()}.",
-        )
-        assert batch is not None
-        return batch
-
-    async def _do(self, change: Callable[[], T]) -> T:
-        """Make a change and wake those who wait for one."""
-        async with self._changed:
-            result = change()
-            self._changed.notify_all()
-            return result
-
-    async def _when(
-        self, attempt: Callable[[], T], done: Callable[[T], bool], timeout_s: float, stalled: Callable[[], str | None]
-    ) -> T:
-        """Try again after each change until `done`; `stalled` says what is wrong when that takes too long, or None."""
-        deadline = time.monotonic() + timeout_s
-        async with self._changed:
-            while not done(result := attempt()):
-                try:
-                    await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
-                except TimeoutError:
-                    if cause := stalled():
-                        raise StallError(cause) from None
-                    deadline = time.monotonic() + timeout_s
-            self._changed.notify_all()
-            return result
+        return await self._replay.close(reason)
 
 
 def _describe(groups: Sequence[Group], state: ReplayState) -> dict[str, Any]:

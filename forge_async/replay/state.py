@@ -56,6 +56,8 @@ class ReplayState:
         self.num_steps = num_steps
         self.buffer = Buffer()
         self.last_ages: Ages = ages([], 0, [])
+        self.num_changes = 0
+        """Calls of `_apply` that changed or counted something, so that those who wait can tell when to look again."""
         self.num_stale = 0
         """Groups that were older than the bound when their step came, since this object was made."""
         self._journal = journal
@@ -275,6 +277,7 @@ class ReplayState:
     def _apply(self, event: Event) -> Effect:
         effect = self.ledger.apply(event)
         if effect is not Effect.REPEATED:
+            self.num_changes += 1
             self._unwritten.append(event)
         return effect
 
