@@ -20,6 +20,7 @@ from forge_async.prompt.ports import Renderer
 from forge_async.prompt.split import check_id, held_out_id, is_demonstration, is_held_out
 
 if TYPE_CHECKING:
+    import numpy as np
     from reasoning_gym.dataset import ProceduralDataset
 
 SCORE = "forge_async.backends.reasoning_gym_task:score"
@@ -35,6 +36,8 @@ VIRTUAL_SIZE = 1 << 31
 TABLE_SIZE = 5_000
 """Items of a data set that prepares a table of all of them, which takes it up to 3 s."""
 TABULATED = frozenset({"acre", "gsm_symbolic", "list_functions", "word_ladder"})
+RENDERED_PROMPTS = 4096
+"""Prompts whose token ids are kept, since small data sets are drawn from again and again."""
 MAX_DRAWS = 1000
 """Draws for one training prompt before the share of held-out prompts is called too large."""
 
@@ -116,6 +119,7 @@ class ReasoningGymSource:
         """Reference of the function that rewards completions of this task."""
         self._options = {**built_in.options, **(options or {})}
         self._items = create_data_set(self._data_set, self._options)
+        self._token_ids = lru_cache(maxsize=RENDERED_PROMPTS)(self._rendered)
         self._check_plain()
 
     def __len__(self) -> int:
@@ -159,7 +163,13 @@ class ReasoningGymSource:
     def _render(self, entry: Entry, id: PromptId) -> Prompt:
         entry, text = _plain(entry), self._text(entry)
         data = {"answer": entry["answer"], "data_set": self._data_set, "options": self._options, "entry": entry}
-        return Prompt(id=id, token_ids=self._renderer.render(text, self._system), text=text, data=data)
+        return Prompt(id=id, token_ids=self._token_ids(text), text=text, data=data)
+
+    def _rendered(self, text: str) -> np.ndarray:
+        """The prompt's token ids, shared by all who draw it, and therefore read-only."""
+        token_ids = self._renderer.render(text, self._system)
+        token_ids.flags.writeable = False
+        return token_ids
 
     def _check_plain(self) -> None:
         """Refuse a data set whose verifier needs more of an entry than JSON can carry."""

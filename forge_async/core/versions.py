@@ -111,3 +111,21 @@ class VersionRuns:
         return VersionRuns(
             lengths=lengths[keep].astype(np.int32), steps=self.steps[keep], incarnations=self.incarnations[keep]
         )
+
+    def behind_prompts(self, bounds: np.ndarray, num_prompt: int) -> VersionRuns:
+        """Put `num_prompt` tokens that nobody sampled before each row of the axis.
+
+        Args:
+            bounds: int64 [N + 1], where each row starts on the axis, and its end.
+            num_prompt: tokens to insert before each row, 1 or more.
+        """
+        run_ends, row_ends = np.cumsum(self.lengths, dtype=np.int64), bounds[1:]
+        ends = np.union1d(run_ends, row_ends)
+        ends = ends[ends > 0]
+        lengths, runs = np.diff(ends, prepend=0), np.searchsorted(run_ends, ends)
+        before = np.searchsorted(ends, bounds[:-1], side="right")  # an empty row has its prompt and nothing after it
+        return VersionRuns(
+            lengths=np.insert(lengths, before, num_prompt).astype(np.int32),
+            steps=np.insert(self.steps[runs], before, NOT_SAMPLED),
+            incarnations=np.insert(self.incarnations[runs], before, 0),
+        )

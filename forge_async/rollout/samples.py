@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from forge_async.core.records import Completions, Samples, bounds
-from forge_async.core.versions import NOT_SAMPLED, VersionRuns
 
 
 def samples_of_turn(prompt_token_ids: np.ndarray, completions: Completions, advantages: np.ndarray) -> Samples:
@@ -34,16 +33,5 @@ def samples_of_turn(prompt_token_ids: np.ndarray, completions: Completions, adva
         loss_mask=sampled,
         logprobs=logprobs,
         advantages=per_token,
-        versions=_versions(num_prompt, completions),
+        versions=completions.versions.behind_prompts(completions.bounds(), num_prompt),
     )
-
-
-def _versions(num_prompt: int, completions: Completions) -> VersionRuns:
-    edges = completions.bounds()
-    prompt = VersionRuns.of([(num_prompt, NOT_SAMPLED, 0)])
-    parts = [
-        part
-        for start, stop in zip(edges[:-1], edges[1:], strict=True)
-        for part in (prompt, completions.versions.slice(int(start), int(stop)))
-    ]
-    return VersionRuns.concat(parts)

@@ -1,8 +1,10 @@
 """The run-length code against the naive list of one (step, incarnation) a token."""
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forge_async.core.records import bounds
 from forge_async.core.versions import NOT_SAMPLED, PolicyVersion, VersionRuns
 
 tokens = st.lists(st.tuples(st.integers(NOT_SAMPLED, 3), st.integers(0, 2)), max_size=30)
@@ -52,3 +54,14 @@ def test_concatenation_lays_the_lists_end_to_end(parts):
 def test_the_oldest_step_is_the_smallest_that_was_sampled(each):
     sampled = [step for step, _ in each if step != NOT_SAMPLED]
     assert coded(each).oldest_step() == (min(sampled) if sampled else None)
+
+
+@given(st.lists(tokens, max_size=6), st.integers(1, 4))
+def test_prompts_are_put_before_each_row(rows, num_prompt):
+    axis = coded([token for row in rows for token in row])
+    edges = bounds(np.array([len(row) for row in rows], dtype=np.int32))
+    prompt = [(NOT_SAMPLED, 0)] * num_prompt
+    spread = axis.behind_prompts(edges, num_prompt)
+    assert expanded(spread) == [token for row in rows for token in (*prompt, *row)]
+    assert (spread.lengths > 0).all()
+    assert spread.lengths.dtype == spread.steps.dtype == spread.incarnations.dtype == "int32"
