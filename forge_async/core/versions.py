@@ -124,8 +124,16 @@ class VersionRuns:
         ends = ends[ends > 0]
         lengths, runs = np.diff(ends, prepend=0), np.searchsorted(run_ends, ends)
         before = np.searchsorted(ends, bounds[:-1], side="right")  # an empty row has its prompt and nothing after it
+        sampled = np.ones(len(ends) + len(before), dtype=bool)
+        sampled[before + np.arange(len(before))] = False
+
+        def spread(values: np.ndarray, at_prompts: int) -> np.ndarray:
+            column = np.full(len(sampled), at_prompts, dtype=np.int32)
+            column[sampled] = values
+            return column
+
         return VersionRuns(
-            lengths=np.insert(lengths, before, num_prompt).astype(np.int32),
-            steps=np.insert(self.steps[runs], before, NOT_SAMPLED),
-            incarnations=np.insert(self.incarnations[runs], before, 0),
+            lengths=spread(lengths, num_prompt),
+            steps=spread(self.steps[runs], NOT_SAMPLED),
+            incarnations=spread(self.incarnations[runs], 0),
         )
