@@ -42,3 +42,15 @@ def test_own_data_and_reward_train_and_the_run_answers(tmp_path: Path, tiny_mode
     done = subprocess.run(ask, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip()
+
+
+@pytest.mark.stack
+@pytest.mark.timeout(120)
+def test_a_warm_start_from_demonstrations(tmp_path: Path, tiny_model: Path) -> None:
+    lines = [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(40)]
+    (tmp_path / "demonstrations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["sft.data=demonstrations.jsonl", f"model.path={tiny_model}", "sft.output=folder", "sft.steps=3"]
+    command = [sys.executable, "-m", "forge_async.apps.sft", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {"config.json", "model.safetensors"} <= {path.name for path in (tmp_path / "folder").iterdir()}
