@@ -50,7 +50,14 @@ def open_task(
 
         if not reward:
             raise ConfigError(f"prompts={prompts} needs a reward; give reward=file.py:function.")
-        source = JsonlSource(prompts, renderer, seed=seed, held_out_fraction=task.held_out_fraction, system=task.system)
+        source = JsonlSource(
+            prompts,
+            renderer,
+            seed=seed,
+            held_out_fraction=task.held_out_fraction,
+            system=task.system,
+            demonstrations=demonstrations,
+        )
         return OpenTask(source=source, renderer=renderer, reward=reward, exact="")
     from forge_async.backends.reasoning_gym_task import EXACT, ReasoningGymSource
 

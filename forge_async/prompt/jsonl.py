@@ -30,8 +30,10 @@ class Row:
     """All further fields."""
 
 
-def read_jsonl(path: str | Path) -> list[Row]:
+def read_jsonl(path: str | Path, *, demonstrations: bool = False) -> list[Row]:
     """Read a file of prompts; blank lines are skipped.
+
+    With `demonstrations` a line may say what to answer, in a field `completion`: no reward function will get it.
 
     Raises ConfigError naming file and line, what is wrong there, and what was expected.
     """
@@ -42,20 +44,21 @@ def read_jsonl(path: str | Path) -> list[Row]:
         raise ConfigError(f"prompts={path} cannot be read: {error.strerror}; give a .jsonl file.") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"prompts={path} is not UTF-8 text (byte {error.start}); save it as UTF-8.") from error
-    rows = [_parse(text, f"{path}:{number}", number) for number, text in enumerate(lines, 1) if text.strip()]
+    reserved = {} if demonstrations else RESERVED
+    rows = [_parse(text, f"{path}:{number}", number, reserved) for number, text in enumerate(lines, 1) if text.strip()]
     if not rows:
         raise ConfigError(f"prompts={path} is empty: {EXPECTED}, one a line.")
     return rows
 
 
-def _parse(text: str, where: str, line: int) -> Row:
+def _parse(text: str, where: str, line: int, reserved: Mapping[str, str]) -> Row:
     try:
         fields = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{where}: not JSON ({error.msg} at column {error.colno}); {EXPECTED}.") from error
     if not isinstance(fields, dict):
         raise ConfigError(f"{where}: {_type(fields)} instead of an object; {EXPECTED}.")
-    for name, meaning in RESERVED.items():
+    for name, meaning in reserved.items():
         if name in fields:
             raise ConfigError(f'{where}: field "{name}" is what reward functions get {meaning} in; rename the field.')
     messages = _messages(fields, where)

@@ -26,6 +26,7 @@ class JsonlSource:
         held_out_fraction: share of the lines kept for evaluation, by a hash of the prompt's text.
         system: system message of prompts that are not chats themselves; "" for none.
         name: of the source; "" takes the file's.
+        demonstrations: lines may have a `completion`, to be learned from.
 
     Raises ConfigError naming the line of the file that cannot be used. Texts are rendered when they are asked for,
     the first one at once, so that a tokenizer that does not suit the file is noticed at the start.
@@ -40,10 +41,11 @@ class JsonlSource:
         held_out_fraction: float = 0.0,
         system: str = "",
         name: str = "",
+        demonstrations: bool = False,
     ) -> None:
         self.name = name or Path(path).stem
         self._path, self._renderer, self._seed, self._system = Path(path), renderer, seed, system
-        rows = read_jsonl(path)
+        rows = read_jsonl(path, demonstrations=demonstrations)
         kept = [is_held_out(row.text, held_out_fraction) for row in rows]
         self._train = [row for row, out in zip(rows, kept, strict=True) if not out]
         self._held_out = [row for row, out in zip(rows, kept, strict=True) if out]

@@ -142,3 +142,13 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}')
     with pytest.raises(ConfigError, match="is not UTF-8 text"):
         read_jsonl(tmp_path / "latin.jsonl")
+
+
+def test_a_demonstration_may_say_what_to_answer(tmp_path):
+    path = tmp_path / "demonstrations.jsonl"
+    path.write_text('{"prompt": "1+1=", "completion": "2"}\n')
+    source = JsonlSource(path, Recorder(), demonstrations=True)
+    prompt = source.prompt(PromptId(source="demonstrations", epoch=0, index=0))
+    assert prompt.data == {"completion": "2"}
+    with pytest.raises(ConfigError, match='"completion" is what reward functions get'):
+        JsonlSource(path, Recorder())
