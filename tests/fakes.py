@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from forge_async.core.clock import within
-from forge_async.core.errors import NonFiniteError, PolicyError
+from forge_async.core.errors import NonFiniteError, PolicyError, WeightsError
 from forge_async.core.records import Completions, Prompt, PromptId
 from forge_async.core.versions import PolicyVersion, VersionRuns
 from forge_async.learner.batch import Share
 from forge_async.learner.ports import StepResult
 from forge_async.pipeline.ports import GroupRecord, LearnerStep, Pull, ReplicaStats, WorkerReport
-from forge_async.policy.ports import GenerationRequest, GenerationResult, Sampling
+from forge_async.policy.ports import GenerationRequest, GenerationResult, Occupancy, Sampling
 from forge_async.policy.service import ServiceStats
 from forge_async.reward.ports import RewardCall, RewardFault, RewardOutcome
 from forge_async.weights.manifest import Manifest, Shard
@@ -68,14 +68,19 @@ class FakeEngine:
         self._max_tokens = max_tokens
         self._running: dict[str, tuple[GenerationRequest, list[_Running]]] = {}
 
-    def add(self, requests: Sequence[GenerationRequest]) -> None:
+    def add(self, requests: Sequence[GenerationRequest]) -> dict[str, str]:
+        refused = {}
         for request in requests:
             if len(request.prompt_token_ids) + request.sampling.max_new_tokens > self._max_tokens:
-                raise PolicyError(f"The engine refused request {request.id}: it is too long.")
+                refused[request.id] = "it is too long"
+                continue
+            assert request.prefix is None
+            assert request.id not in self._running
             self.log.append(("add", request.id))
             last = int(request.prompt_token_ids[-1])
             rows = [_Running(np.random.default_rng(request.seed + i), last) for i in range(request.num_samples)]
             self._running[request.id] = (request, rows)
+        return refused
 
     def step(self) -> list[GenerationResult]:
         self.num_steps += 1
@@ -92,17 +97,23 @@ class FakeEngine:
                 finished.append(_result_of(request.id, rows))
         return finished
 
-    def abort(self, ids: Iterable[str]) -> None:
-        for id in ids:
-            self._running.pop(id, None)
+    def cut(self, ids: Iterable[str]) -> list[GenerationResult]:
+        return [_result_of(id, self._running.pop(id)[1]) for id in ids if id in self._running]
 
     def num_unfinished(self) -> int:
         return len(self._running)
 
-    def load(self, weights: Mapping[str, Any], version: PolicyVersion) -> None:
+    def load(self, weights: Mapping[str, Any], version: PolicyVersion, *, keep_kv: bool = True) -> int:
+        table = weights[TABLE]
+        if tuple(table.shape) != self.table.shape or not str(table.dtype).endswith("float32"):
+            raise WeightsError(
+                f"{version} has {TABLE} as {table.dtype} {tuple(table.shape)}; the engine holds another."
+            )
         self.log.append(("load", version.step))
-        self.table = np.array(weights[TABLE], dtype=np.float32)
+        self.table = np.array(table, dtype=np.float32)
         self.version = version
+        running = [(request, row) for request, rows in self._running.values() for row in rows if not row.done]
+        return 0 if keep_kv else sum(len(request.prompt_token_ids) + len(row.tokens) for request, row in running)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
         import torch
@@ -113,8 +124,9 @@ class FakeEngine:
         logprobs = log_softmax(self.table[token_ids[:-1]])
         return logprobs[np.arange(len(token_ids) - 1), token_ids[1:]].astype(np.float32)
 
-    def kv_usage(self) -> float:
-        return min(1.0, len(self._running) / 100)
+    def occupancy(self) -> Occupancy:
+        running = sum(not row.done for _, rows in self._running.values() for row in rows)
+        return Occupancy(num_running=running, num_waiting=0, num_preemptions=0, kv_usage=min(1.0, running / 100))
 
     def _advance(self, row: _Running, sampling: Sampling) -> None:
         if sampling.temperature > 0:
@@ -142,6 +154,7 @@ def _result_of(id: str, rows: Sequence[_Running]) -> GenerationResult:
             logprobs=np.array([logprob for row in rows for logprob in row.logprobs], dtype=np.float32),
             versions=VersionRuns.of((1, version.step, version.incarnation) for version in versions),
             truncated=np.array([row.truncated for row in rows]),
+            cut=np.array([not row.done for row in rows]),
         ),
     )
 

@@ -6,16 +6,18 @@ import asyncio
 import gc
 import itertools
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from forge_async.actors.forge_actor import ActorHandle, ForgeActor, concurrent_endpoint
+from forge_async.core.clock import within
 from forge_async.core.errors import PolicyError
 from forge_async.core.versions import PolicyVersion
 from forge_async.observe.process_stats import own_stats
 from forge_async.pipeline.ports import Pull, ReplicaStats
+from forge_async.policy.concurrency import concurrency_limit
 from forge_async.policy.ports import Engine, GenerationRequest, GenerationResult
 from forge_async.policy.service import RequestService, Ticket
 from forge_async.policy.settings import PolicySettings
@@ -40,8 +42,13 @@ class PolicyActor(ForgeActor):
         start_version: PolicyVersion | None = None,
         seed: int = 0,
         store: ActorHandle | None = None,
+        swap: str = "keep_kv",
     ) -> None:
-        """With a store, it begins with the newest version that is readable there; without, `connect` and `pull`."""
+        """With a store, it begins with the newest version that is readable there; without, `connect` and `pull`.
+
+        Args:
+            swap: what happens to requests in flight when weights arrive, a name of `policy.swap.MODES`.
+        """
         self._name, self._model_folder = name, model_folder
         self._policy, self._weights = policy or PolicySettings(), weights or WeightsSettings()
         self._start_version, self._seed = start_version or PolicyVersion(), seed
@@ -49,11 +56,14 @@ class PolicyActor(ForgeActor):
         self._served: PolicyVersion | None = None
         """What was pulled last; None while the engine's weights mean nothing."""
         self._catching_up = asyncio.Lock()
-        self._service = RequestService(self._build_engine)
+        limit = concurrency_limit(self._policy.concurrency, self._policy.max_sequences)
+        self._service = RequestService(self._build_engine, swap=swap, limit=limit)
         self._tickets: dict[int, Ticket] = {}
         self._numbers = itertools.count()
         self._plane: WeightPlane | None = None
         self._built: dict[str, float] = {}
+        self._num_preemptions = 0
+        """Of the engine, when `stats` was last asked."""
 
     async def setup(self) -> None:
         await self._service.start()
@@ -100,10 +110,29 @@ class PolicyActor(ForgeActor):
         """Finished requests of a ticket (one, and more that come within `linger_s`), and whether none is left."""
         if ticket not in self._tickets:
             raise PolicyError(f"{self._name} knows no ticket {ticket}: it was collected to its end, or never given.")
-        results, done = await self._service.collect(self._tickets[ticket], linger_s)
+        try:
+            results, done = await self._service.collect(self._tickets[ticket], linger_s)
+        except PolicyError:
+            self._tickets.pop(ticket, None)
+            raise
         if done:
-            del self._tickets[ticket]
+            self._tickets.pop(ticket, None)
         return results, done
+
+    @concurrent_endpoint
+    async def cut(self, ticket: int, ids: Sequence[str] | None = None) -> list[GenerationResult]:
+        """End the unfinished requests of a ticket now, or those of `ids`; returns what was not yet collected of them.
+
+        Finished rows are whole, unfinished ones as far as they came and marked as cut; a request that carries such a
+        result as its prefix goes on from there, on any replica. A `collect` that still waits returns without them.
+        Nothing is left of a ticket that was collected to its end.
+        """
+        if ticket not in self._tickets:
+            return []
+        results = await self._service.cut(self._tickets[ticket], ids)
+        if ids is None:
+            self._tickets.pop(ticket, None)
+        return results
 
     @concurrent_endpoint
     async def pull(self, version: PolicyVersion) -> Pull:
@@ -122,10 +151,19 @@ class PolicyActor(ForgeActor):
     @concurrent_endpoint
     async def stats(self) -> ReplicaStats:
         """What happened since the last call."""
-        kv_usage = await self._service.between_steps(lambda engine: engine.kv_usage())
-        own = own_stats()
+        state, own = await self._service.state(), own_stats()
+        occupancy = state.occupancy
+        preempted, self._num_preemptions = occupancy.num_preemptions - self._num_preemptions, occupancy.num_preemptions
         return ReplicaStats(
-            service=self._service.take_stats(), kv_usage=kv_usage, rss_bytes=own.rss_bytes, cpu_s=own.cpu_s
+            service=self._service.take_stats(),
+            kv_usage=occupancy.kv_usage,
+            rss_bytes=own.rss_bytes,
+            cpu_s=own.cpu_s,
+            num_running=occupancy.num_running,
+            num_waiting=occupancy.num_waiting,
+            num_queued=state.num_queued,
+            limit_sequences=state.limit_sequences,
+            num_preemptions=preempted,
         )
 
     def _join(self, store_handle: bytes) -> None:
@@ -149,21 +187,37 @@ class PolicyActor(ForgeActor):
         return self._plane
 
     async def _pull(self, version: PolicyVersion) -> Pull:
+        return await within(
+            self._pull_now(version),
+            self._weights.timeout_s,
+            who=self._name,
+            waits_for=f"{version}, or for the requests in flight to make way for it,",
+            from_whom="the weight store",
+        )
+
+    async def _pull_now(self, version: PolicyVersion) -> Pull:
         started_s, begun = time.time(), time.perf_counter()
-        manifest, blobs = await self._connected.read(version)
-        weights = unpack(manifest, blobs)
-        fetch_s = time.perf_counter() - begun
-        pause_s = await self._service.between_steps(lambda engine: self._swap(engine, manifest, weights))
+        async with self._service.pulling():
+            manifest, blobs = await self._connected.read(version)
+            weights = unpack(manifest, blobs)
+            fetch_s = time.perf_counter() - begun
+            swap = await self._service.swap(weights, version, self._fingerprint_check(manifest))
         self._served = version
         assembled = sum(shard.num_bytes for shard in manifest.shards if shard.shape != shard.global_shape)
         return Pull(
             version=version,
             fetch_s=fetch_s,
-            pause_s=pause_s,
+            pause_s=swap.pause_s,
             num_bytes=manifest.num_bytes,
             held_bytes=manifest.num_bytes + assembled,
             started_s=started_s,
+            swap=swap,
         )
+
+    def _fingerprint_check(self, manifest: Manifest) -> Callable[[Engine], None] | None:
+        if not self._weights.verify:
+            return None
+        return lambda engine: check_fingerprint(manifest, engine.read, self._name)
 
     def _build_engine(self) -> Engine:
         from forge_async.backends.vllm_engine import VllmEngine
@@ -174,10 +228,3 @@ class PolicyActor(ForgeActor):
         gc.collect()
         gc.freeze()
         return engine
-
-    def _swap(self, engine: Engine, manifest: Manifest, weights: dict[str, Any]) -> float:
-        begun = time.perf_counter()
-        engine.load(weights, manifest.version)
-        if self._weights.verify:
-            check_fingerprint(manifest, engine.read, self._name)
-        return time.perf_counter() - begun

@@ -5,11 +5,13 @@ Facts that shape this file, measured on vLLM 0.32:
 - vLLM stamps tokens with the weight version that made them, exact at the boundary;
 - on CPU, linear layers are repacked by oneDNN after loading unless it is switched off, and a repacked layer can
   neither be loaded into nor read back;
-- the prefix cache is keyed by a salt that a request carries, so that versions never share entries.
+- the prefix cache is keyed by a salt that a request carries; each load has a salt of its own, and requests that a load
+  finds in the engine are salted anew (`vllm_inside.py`), so that versions never share entries.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,11 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from forge_async.core.errors import PolicyError
+from forge_async.backends.vllm_inside import Inside
+from forge_async.core.errors import PolicyError, WeightsError
 from forge_async.core.packages import require
 from forge_async.core.records import Completions
 from forge_async.core.versions import PolicyVersion, VersionRuns
-from forge_async.policy.ports import GenerationRequest, GenerationResult
+from forge_async.policy.ports import GenerationRequest, GenerationResult, Occupancy
 from forge_async.policy.settings import PolicySettings
 
 ENVIRONMENT = {
@@ -70,35 +73,58 @@ class VllmEngine:
         self._refusals = (ValueError, VLLMError)
         self._engine = LLMEngine.from_engine_args(EngineArgs(**_arguments(model_folder, settings, seed)))
         self.build_s = time.perf_counter() - begun - self.import_s
-        self.version = version
-        self._engine.set_weight_version(str(version))
+        self._inside = Inside(self._engine)
+        self._loads = itertools.count()
+        self._stamp(version)
+        self._torn: str = ""
+        """Why the weights mean nothing since a load that broke off, or ""."""
         self._finished: list[GenerationResult] = []
         """Requests that finished while `score` stepped the engine."""
         self._inverse: dict[str, tuple[str, int, int]] | None = None
 
-    def add(self, requests: Sequence[GenerationRequest]) -> None:
+    def add(self, requests: Sequence[GenerationRequest]) -> dict[str, str]:
+        refused: dict[str, str] = {}
         for request in requests:
-            self._enqueue(request.id, request.prompt_token_ids, self._params(request), salt=str(self.version))
+            try:
+                self._enqueue(request.id, request.prompt_token_ids, self._params(request), salt=self._salt)
+            except self._refusals as error:
+                refused[request.id] = str(error)
+        return refused
 
     def step(self) -> list[GenerationResult]:
+        if self._torn:
+            raise PolicyError(f"The engine holds parts of two versions, since {self._torn}; start the replica anew.")
         finished, self._finished = self._finished, []
         if self._engine.has_unfinished_requests():
-            finished += [_result(output) for output in self._engine.step() if output.finished]
+            finished += [
+                _result(output.request_id, output.outputs) for output in self._engine.step() if output.finished
+            ]
         return finished
 
-    def abort(self, ids: Iterable[str]) -> None:
-        self._engine.abort_request(list(ids))
+    def cut(self, ids: Iterable[str]) -> list[GenerationResult]:
+        wanted = list(ids)
+        results = [result for result in self._finished if result.id in wanted]
+        self._finished = [result for result in self._finished if result.id not in wanted]
+        return results + [_result(id, rows) for id in wanted if (rows := self._inside.end(id))]
 
     def num_unfinished(self) -> int:
         return self._engine.get_num_unfinished_requests() + len(self._finished)
 
-    def load(self, weights: Mapping[str, Any], version: PolicyVersion) -> None:
+    def load(self, weights: Mapping[str, Any], version: PolicyVersion, *, keep_kv: bool = True) -> int:
+        self._refuse_misfits(weights, version)
         items = list(weights.items())
-        self._engine.collective_rpc(
-            lambda worker: len(worker.get_model().load_weights(iter(items)))  # pyright: ignore[reportCallIssue]
-        )
-        self._engine.set_weight_version(str(version))
-        self.version = version
+        try:
+            self._engine.collective_rpc(
+                lambda worker: len(worker.get_model().load_weights(iter(items)))  # pyright: ignore[reportCallIssue]
+            )
+        except Exception as error:
+            self._torn = f"the load of {version} broke off ({error})"
+            raise
+        self._torn = ""
+        num_dropped = 0 if keep_kv else self._inside.drop_kv()
+        self._stamp(version)
+        self._inside.salt_anew(self._salt)
+        return num_dropped
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
         model = self._model()
@@ -120,20 +146,38 @@ class VllmEngine:
                 if output.finished and output.request_id == "score":
                     scored = output
                 elif output.finished:
-                    self._finished.append(_result(output))
+                    self._finished.append(_result(output.request_id, output.outputs))
         rows = scored.prompt_logprobs or []
         return np.array([row[token].logprob for row, token in zip(rows[1:], ids[1:], strict=True)], dtype=np.float32)
 
-    def kv_usage(self) -> float:
-        core = self._engine.engine_core.engine_core  # pyright: ignore[reportAttributeAccessIssue]
-        return float(core.scheduler.kv_cache_manager.usage)
+    def occupancy(self) -> Occupancy:
+        return self._inside.occupancy()
+
+    def _stamp(self, version: PolicyVersion) -> None:
+        """Stamp tokens with a version, and its entries in the prefix cache with a salt that no other load ever has."""
+        self.version = version
+        self._salt = f"{version}/{next(self._loads)}"
+        self._engine.set_weight_version(str(version))
 
     def _enqueue(self, id: str, token_ids: np.ndarray, params: Any, *, salt: str) -> None:
         prompt: Any = {"prompt_token_ids": token_ids.tolist(), "cache_salt": salt}
-        try:
-            self._engine.add_request(id, prompt, params)
-        except self._refusals as error:
-            raise PolicyError(f"vLLM refused request {id}: {error}") from error
+        self._engine.add_request(id, prompt, params)
+
+    def _refuse_misfits(self, weights: Mapping[str, Any], version: PolicyVersion) -> None:
+        """Raise WeightsError for the first tensor that is not as the engine holds it."""
+        model = self._model()
+        parameters, inverse = dict(model.named_parameters()), self._inverse_map(model)
+        for name, tensor in weights.items():
+            stored, _, rows = inverse.get(name, (name, 0, None))
+            if stored not in parameters:
+                continue
+            held = parameters[stored]
+            shape = tuple(held.shape) if rows is None else (rows, *held.shape[1:])
+            if tuple(tensor.shape) != shape or tensor.dtype != held.dtype:
+                raise WeightsError(
+                    f"{version} has {name} as {tensor.dtype} {tuple(tensor.shape)}, and the engine holds {held.dtype} "
+                    f"{shape}; it goes on with {self.version}. Check model.path, policy.dtype and what is published."
+                )
 
     def _params(self, request: GenerationRequest) -> Any:
         sampling = request.sampling
@@ -197,19 +241,20 @@ def _fused_parts(model: Any) -> Iterator[tuple[str, tuple[str, int, int]]]:
             start += rows
 
 
-def _result(output: Any) -> GenerationResult:
-    """Turn vLLM's output of one request into columns."""
-    rows = sorted(output.outputs, key=lambda row: row.index)
+def _result(id: str, outputs: Any) -> GenerationResult:
+    """Turn vLLM's outputs of one request into columns."""
+    rows = sorted(outputs, key=lambda row: row.index)
     lengths = np.array([len(row.token_ids) for row in rows], dtype=np.int32)
     logprobs = [entry[token].logprob for row in rows for token, entry in zip(row.token_ids, row.logprobs, strict=True)]
     return GenerationResult(
-        id=output.request_id,
+        id=id,
         completions=Completions(
             lengths=lengths,
             token_ids=np.concatenate([np.asarray(row.token_ids, dtype=np.int32) for row in rows]),
             logprobs=np.asarray(logprobs, dtype=np.float32),
             versions=VersionRuns.of(run for row in rows for run in _runs(row)),
             truncated=np.array([row.finish_reason == "length" for row in rows]),
+            cut=np.array([row.finish_reason == "abort" for row in rows]),
         ),
     )
 

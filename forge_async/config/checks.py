@@ -13,6 +13,7 @@ from forge_async.config.not_built import NOT_BUILT
 from forge_async.config.presets import PRESETS
 from forge_async.config.schema import Config
 from forge_async.core.errors import ConfigError
+from forge_async.policy.concurrency import concurrency_limit
 from forge_async.replay.bound import effective
 
 
@@ -128,6 +129,15 @@ def engine_step_fits(config: Config) -> str | None:
     return None
 
 
+def concurrency_reads(config: Config) -> str | None:
+    """The engine's concurrency is a word that the policy room knows."""
+    try:
+        concurrency_limit(config.policy.concurrency, config.policy.max_sequences)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
 def row_fits(config: Config) -> str | None:
     """A micro-batch holds at least one packed row."""
     row, batch = config.learner.row_tokens, config.learner.micro_batch_tokens
@@ -227,6 +237,7 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     completion_fits,
     block_fits,
     engine_step_fits,
+    concurrency_reads,
     row_fits,
     held_out_exists,
     hosts_exist,

@@ -61,6 +61,8 @@ class Completions:
     """Version of each token of the flat axis, stamped by the engine at the step that made it."""
     truncated: np.ndarray
     """bool [n], true where the token limit ended the completion rather than a stop token."""
+    cut: np.ndarray
+    """bool [n], true where the completion was ended from outside, before a stop token or the token limit."""
 
     def bounds(self) -> np.ndarray:
         """int64 [n + 1], where each completion starts on the flat axis, and the end."""

@@ -13,6 +13,7 @@ from forge_async.core.versions import PolicyVersion
 from forge_async.learner.ports import StepResult
 from forge_async.policy.ports import GenerationRequest, GenerationResult
 from forge_async.policy.service import ServiceStats
+from forge_async.policy.swap import SwapRecord
 from forge_async.weights.manifest import Manifest, Shard
 
 Spans = tuple[tuple[str, str, float, float, dict[str, Any] | None], ...]
@@ -82,13 +83,15 @@ class Pull:
     fetch_s: float
     """Seconds from the request to having all bytes, with generation going on."""
     pause_s: float
-    """Seconds between two engine steps, in which the weights were swapped and compared."""
+    """Seconds in which the replica made no token because of the swap, from the stop to the first chance of a step."""
     num_bytes: int
     """Bytes that travelled."""
     held_bytes: int
     """Most bytes held beside the engine's own weights meanwhile."""
     started_s: float
     """Wall clock."""
+    swap: SwapRecord | None = None
+    """What the swap did to the requests in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +102,16 @@ class ReplicaStats:
     kv_usage: float
     rss_bytes: int
     cpu_s: float
+    num_running: int = 0
+    """Sequences that the engine's next step advances."""
+    num_waiting: int = 0
+    """Sequences that wait for room inside the engine."""
+    num_queued: int = 0
+    """Requests that wait outside the engine for the limit."""
+    limit_sequences: int = 0
+    """The most sequences that the engine is given at once (`policy.concurrency`); 0: all."""
+    num_preemptions: int = 0
+    """How often since then a running sequence lost its KV for want of room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ class GenerationRequest:
     """One prompt to be completed n times: the requests of a group enter the engine together."""
 
     id: str
-    """Unique among the unfinished requests of an engine."""
+    """Unique among those submitted together."""
     prompt_token_ids: np.ndarray
     """int32 [T]."""
     num_samples: int
@@ -39,6 +39,9 @@ class GenerationRequest:
     seed: int
     """Completion i draws from the stream `seed + i`."""
     sampling: Sampling
+    prefix: Completions | None = None
+    """What an earlier try has made, a row for each completion: rows that were cut go on from there (Law 4), the others
+    are complete. The result has the whole rows. An engine itself never sees a prefix: it is taken apart before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +50,20 @@ class GenerationResult:
 
     id: str
     completions: Completions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Occupancy:
+    """How full an engine is."""
+
+    num_running: int
+    """Sequences that a step advances."""
+    num_waiting: int
+    """Sequences that were added and wait for room inside the engine, preempted ones included."""
+    num_preemptions: int
+    """How often a running sequence lost its KV for want of room, since the engine began."""
+    kv_usage: float
+    """Share of the KV cache in use, 0 to 1."""
 
 
 class Engine(Protocol):
@@ -58,28 +75,40 @@ class Engine(Protocol):
     version: PolicyVersion
     """What the engine serves now."""
 
-    def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """Enqueue requests, in order. Raises PolicyError for one that the engine cannot serve."""
+    def add(self, requests: Sequence[GenerationRequest]) -> dict[str, str]:
+        """Enqueue requests, in order; their ids are unique among the unfinished ones.
+
+        Returns why the engine cannot serve a request, by id; the others are enqueued all the same.
+        """
         ...
 
     def step(self) -> list[GenerationResult]:
         """Advance all running requests by one token; return the requests that finished."""
         ...
 
-    def abort(self, ids: Iterable[str]) -> None:
-        """Forget requests; those already finished are ignored."""
+    def cut(self, ids: Iterable[str]) -> list[GenerationResult]:
+        """End requests now and return what they have made: finished rows whole, the others as far as they came.
+
+        Ids that the engine does not hold are left out.
+        """
         ...
 
     def num_unfinished(self) -> int:
         """Requests that a further step would advance."""
         ...
 
-    def load(self, weights: Mapping[str, Any], version: PolicyVersion) -> None:
+    def load(self, weights: Mapping[str, Any], version: PolicyVersion, *, keep_kv: bool = True) -> int:
         """Replace the weights between steps, requests in flight or not.
+
+        No request that comes or begins later is served from KV of before, or of requests that were running now.
 
         Args:
             weights: Hugging Face name to tensor, all parameters.
             version: what is stamped on tokens from the next step on.
+            keep_kv: whether running requests keep the KV that the old weights made; it is computed again otherwise.
+
+        Returns the tokens of running requests whose KV was dropped.
+        Raises WeightsError, before anything is written, when a tensor's shape or dtype is not the engine's.
         """
         ...
 
@@ -94,6 +123,6 @@ class Engine(Protocol):
         """float32 [T - 1], log-probability of each token after the first, given those before it."""
         ...
 
-    def kv_usage(self) -> float:
-        """Share of the KV cache in use, 0 to 1."""
+    def occupancy(self) -> Occupancy:
+        """How full the engine is."""
         ...

@@ -1,36 +1,28 @@
 """The request service: an asyncio face on a synchronous engine.
 
-One loop owns the engine. Each turn of the loop applies queued commands (a weight swap, a read-back), hands waiting
-requests to the engine in the order of their arrival, and advances it by one step, all on one thread of its own so
-that the event loop stays free. Weights therefore change between steps, with requests in flight, and nothing stops.
+One loop owns the engine. Each turn of the loop takes in what was asked for since the last one, applies queued commands
+(a weight swap, a read-back, a cut) and advances the engine by one step, all on one thread of its own so that the event
+loop stays free. Weights therefore change between steps, with requests in flight; what becomes of those is the swap
+mode's matter (`swap.py`), and what happens on the thread is the driver's (`driver.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Sequence
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from forge_async.core.errors import ForgeError, PolicyError, one_sentence
+from forge_async.core.versions import PolicyVersion
+from forge_async.policy.concurrency import UNLIMITED, ConcurrencyLimit
+from forge_async.policy.driver import Driver, Progress, ServiceState, ServiceStats
 from forge_async.policy.ports import Engine, GenerationRequest, GenerationResult
-
-
-@dataclass(slots=True)
-class ServiceStats:
-    """What the service did since it was last asked."""
-
-    busy_s: float = 0.0
-    """Seconds the engine thread spent taking in requests and in steps."""
-    steps: int = 0
-    tokens: int = 0
-    """Tokens of finished completions."""
-    swaps: list[tuple[int, float]] = field(default_factory=list)
-    """(step of the version, wall clock of the end of its first engine step) of each swap that has made tokens."""
-    spans: list[tuple[str, str, float, float]] = field(default_factory=list)
-    """(name, category, start, duration) in seconds of the wall clock, for the trace."""
+from forge_async.policy.swap import SwapRecord, swap_mode
 
 
 @dataclass(slots=True)
@@ -38,35 +30,70 @@ class Ticket:
     """One submission: its requests finish one by one and are collected together."""
 
     remaining: int
+    """Requests that are neither finished nor refused nor cut."""
     finished: list[GenerationResult] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    refused: list[PolicyError] = field(default_factory=list)
+    """One for each request that the engine cannot serve; told when all others were collected."""
     error: BaseException | None = None
+    """Why nothing more will come."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """An unfinished request."""
+
+    ticket: Ticket
+    id: str
+    """As its sender calls it."""
+    given_tokens: int
+    """Tokens of its prefix, which were made before it was sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """Something to be done on the engine's thread between two steps."""
+
+    run: Callable[[], Any]
+    future: asyncio.Future[Any]
 
 
 class RequestService:
     """Serves many callers from one engine. All methods are for one event loop."""
 
-    def __init__(self, build_engine: Callable[[], Engine]) -> None:
-        """`build_engine` runs on the engine's thread, since engines bind to the thread that made them."""
-        self._build = build_engine
+    def __init__(
+        self, build_engine: Callable[[], Engine], *, swap: str = "keep_kv", limit: ConcurrencyLimit | None = None
+    ) -> None:
+        """`build_engine` runs on the engine's thread, since engines bind to the thread that made them.
+
+        Args:
+            swap: the swap mode, a name of `policy.swap.MODES`.
+            limit: of the sequences that the engine holds at once; None: all that are asked for.
+        """
+        self._build, self._mode = build_engine, swap_mode(swap)
+        self._limit = limit or ConcurrencyLimit(UNLIMITED, UNLIMITED)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._engine: Engine | None = None
-        self._inbox: list[tuple[Ticket, Sequence[GenerationRequest]]] = []
-        self._commands: list[tuple[Callable[[Engine], Any], asyncio.Future[Any]]] = []
-        self._answering: list[tuple[Callable[[Engine], Any], asyncio.Future[Any]]] = []
+        self._driver: Driver | None = None
+        self._inbox: list[GenerationRequest] = []
+        self._commands: list[_Command] = []
+        self._answering: list[_Command] = []
         """Commands of the turn that the engine's thread is at."""
-        self._tickets: dict[str, Ticket] = {}
+        self._entries: dict[str, _Entry] = {}
+        """Unfinished requests by the ids that the engine knows them by."""
+        self._numbers = itertools.count()
+        self._runnable = False
         self._wake = asyncio.Event()
+        self._stopped = asyncio.Event()
+        """Set while generation stands still for a pull, and when it never will."""
+        self._swapping = asyncio.Lock()
         self._loop_task: asyncio.Task[None] | None = None
-        self._stats = ServiceStats()
         self._error: BaseException | None = None
-        self._unproven: int | None = None
-        """Step of a version that was swapped in and has made no token yet."""
 
     async def start(self) -> None:
         """Build the engine and begin serving."""
-        self._engine = await asyncio.get_running_loop().run_in_executor(self._thread, self._build)
-        self._loop_task = asyncio.create_task(self._serve(), name="request service")
+        engine = await asyncio.get_running_loop().run_in_executor(self._thread, self._build)
+        self._driver = Driver(engine, self._mode, self._limit)
+        self._loop_task = asyncio.create_task(self._serve(self._driver), name="request service")
 
     async def close(self) -> None:
         """Stop serving; unfinished submissions fail."""
@@ -77,35 +104,45 @@ class RequestService:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> Ticket:
-        """Queue requests; they enter the engine together, in order, before its next step."""
+        """Queue requests; they enter the engine together, in order, before its next step.
+
+        Their ids need only differ from each other: the engine is given ids that no other request ever has, so that a
+        new attempt never meets an old one that is still unfinished.
+        """
         self._check_serving()
+        seen: set[str] = set()
         for request in requests:
-            if request.id in self._tickets:
-                raise PolicyError(f"Request {request.id} is still unfinished; give a new one an id of its own.")
+            if request.id in seen:
+                raise PolicyError(
+                    f"Two requests of one submission are called {request.id}; give each an id of its own."
+                )
+            seen.add(request.id)
         ticket = Ticket(remaining=len(requests))
-        self._tickets.update({request.id: ticket for request in requests})
-        self._inbox.append((ticket, requests))
+        for request in requests:
+            inner = dataclasses.replace(request, id=f"{request.id}~{next(self._numbers)}")
+            given = 0 if request.prefix is None else len(request.prefix.token_ids)
+            self._entries[inner.id] = _Entry(ticket, request.id, given)
+            self._inbox.append(inner)
         self._wake.set()
         return ticket
 
     async def collect(self, ticket: Ticket, linger_s: float) -> tuple[list[GenerationResult], bool]:
         """Wait for at least one finished request, then up to `linger_s` seconds for more.
 
-        Returns the results and whether the ticket is exhausted.
+        Returns the results and whether the ticket is exhausted. Raises PolicyError for requests that the engine
+        refused, once all others were returned.
         """
-        await self._wait(ticket)
+        await self._changed(ticket, lambda: bool(ticket.finished) or not ticket.remaining)
         if ticket.remaining and linger_s > 0:
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(linger_s):
-                    while ticket.remaining and ticket.error is None:
-                        ticket.changed.clear()
-                        await ticket.changed.wait()
-            except TimeoutError:
-                pass
+                    await self._changed(ticket, lambda: not ticket.remaining)
         if ticket.error is not None:
             raise ticket.error
         results, ticket.finished = ticket.finished, []
-        return results, ticket.remaining == 0
+        if ticket.refused and not ticket.remaining and not results:
+            raise ticket.refused[0]
+        return results, not ticket.remaining and not ticket.refused
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """Submit and wait for all, in the order of `requests`."""
@@ -116,47 +153,116 @@ class RequestService:
             results.update({result.id: result for result in finished})
         return [results[request.id] for request in requests]
 
+    async def cut(self, ticket: Ticket, ids: Sequence[str] | None = None) -> list[GenerationResult]:
+        """End the unfinished requests of a ticket now.
+
+        Args:
+            ids: only these requests of it; None: all.
+
+        Returns what was not yet collected of them: finished requests, and of the others finished rows whole and
+        unfinished rows as far as they came, marked as cut.
+        """
+        self._check_serving()
+        wanted = [
+            inner
+            for inner, entry in self._entries.items()
+            if entry.ticket is ticket and (ids is None or entry.id in ids)
+        ]
+        driver = self._serving
+        cut = [self._settle(result) for result in await self._command(lambda: driver.cut(wanted))]
+        finished = [result for result in ticket.finished if ids is None or result.id in ids]
+        ticket.finished = [result for result in ticket.finished if ids is not None and result.id not in ids]
+        ticket.changed.set()
+        return finished + [result for result in cut if result is not None]
+
+    @contextlib.asynccontextmanager
+    async def pulling(self) -> AsyncIterator[None]:
+        """Around a pull and its swap, one at a time: generation comes to the stop that the swap mode asks for.
+
+        However the pull ends, generation goes on afterwards, with whatever version the engine then has.
+        """
+        async with self._swapping:
+            driver = self._serving
+            try:
+                if self._mode.holds:
+                    await self._command(driver.hold)
+                yield
+            finally:
+                if self._mode.holds:
+                    self._post(driver.release)
+
+    async def swap(
+        self, weights: Mapping[str, Any], version: PolicyVersion, check: Callable[[Engine], None] | None = None
+    ) -> SwapRecord:
+        """Swap weights in, inside `pulling`, between two steps; a drain first waits for what is in flight.
+
+        `check` looks at the engine after the load, on its thread, and may raise.
+        """
+        driver = self._serving
+        if self._mode.holds:
+            await self._stopped.wait()
+        return await self._command(lambda: driver.swap(weights, version, check))
+
     async def between_steps(self, command: Callable[[Engine], Any]) -> Any:
         """Run `command(engine)` on the engine's thread between two steps and return what it returns."""
-        self._check_serving()
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._commands.append((command, future))
-        self._wake.set()
-        return await future
+        engine = self._serving.engine
+        return await self._command(lambda: command(engine))
+
+    async def state(self) -> ServiceState:
+        """How full service and engine are."""
+        return await self._command(self._serving.state)
 
     def take_stats(self) -> ServiceStats:
         """Return the statistics since the last call and start anew."""
-        stats, self._stats = self._stats, ServiceStats()
+        if self._driver is None:
+            return ServiceStats()
+        stats, self._driver.stats = self._driver.stats, ServiceStats()
         return stats
 
     def num_unfinished(self) -> int:
         """Requests submitted and not finished."""
-        return len(self._tickets)
+        return len(self._entries)
+
+    @property
+    def _serving(self) -> Driver:
+        self._check_serving()
+        if self._driver is None:
+            raise PolicyError("The request service was not started; await its start() first.")
+        return self._driver
 
     def _check_serving(self) -> None:
         if self._error is not None:
             raise PolicyError(f"The policy serves no more: {self._error}") from self._error
 
-    async def _wait(self, ticket: Ticket) -> None:
-        while not ticket.finished and ticket.remaining and ticket.error is None:
+    async def _changed(self, ticket: Ticket, condition: Callable[[], bool]) -> None:
+        """Wait until `condition()` holds; raises the ticket's error."""
+        while not condition() and ticket.error is None:
             ticket.changed.clear()
             await ticket.changed.wait()
         if ticket.error is not None:
             raise ticket.error
 
-    async def _serve(self) -> None:
+    async def _command(self, run: Callable[[], Any]) -> Any:
+        self._check_serving()
+        return await self._post(run)
+
+    def _post(self, run: Callable[[], Any]) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._commands.append(_Command(run, future))
+        self._wake.set()
+        return future
+
+    async def _serve(self, driver: Driver) -> None:
         loop = asyncio.get_running_loop()
         try:
             while True:
-                if not (self._inbox or self._commands or self._tickets):
+                if not (self._inbox or self._commands or self._runnable):
                     self._wake.clear()
                     await self._wake.wait()
                 inbox, self._inbox = self._inbox, []
                 self._answering, self._commands = self._commands, []
-                answers, results = await loop.run_in_executor(
-                    self._thread, self._turn, [r for _, requests in inbox for r in requests], self._answering
-                )
-                self._deliver(answers, results)
+                answers, progress = await loop.run_in_executor(self._thread, _turn, driver, inbox, self._answering)
+                self._deliver(answers, progress)
                 self._answering = []
         except asyncio.CancelledError:
             raise
@@ -164,38 +270,12 @@ class RequestService:
             named = error if isinstance(error, ForgeError) else PolicyError(f"The engine failed: {one_sentence(error)}")
             self._fail(named)
 
-    def _turn(self, requests: list[GenerationRequest], commands: list) -> tuple[list, list[GenerationResult]]:
-        """One turn on the engine's thread: commands, new requests, one step."""
-        assert self._engine is not None
-        before = self._engine.version
-        answers = [(future, *_attempt(command, self._engine)) for command, future in commands]
-        if self._engine.version != before:
-            self._unproven = self._engine.version.step
-        wall, start = time.time(), time.perf_counter()
-        if requests:
-            self._engine.add(requests)
-        if not self._engine.num_unfinished():
-            return answers, []
-        results = self._engine.step()
-        duration = time.perf_counter() - start
-        self._stats.busy_s += duration
-        self._stats.steps += 1
-        if self._unproven is not None:
-            self._stats.swaps.append((self._unproven, wall + duration))
-            self._unproven = None
-        self._note_span(wall, duration)
-        return answers, results
-
-    def _note_span(self, wall: float, duration: float) -> None:
-        """Join a step to the running span when less than 2 ms lie between, so that the trace stays small."""
-        spans = self._stats.spans
-        if spans and wall - (spans[-1][2] + spans[-1][3]) < 0.002:
-            name, category, begun, _ = spans[-1]
-            spans[-1] = (name, category, begun, wall + duration - begun)
+    def _deliver(self, answers: list[_Answer], progress: Progress) -> None:
+        self._runnable = progress.runnable
+        if progress.stopped:
+            self._stopped.set()
         else:
-            spans.append(("generate", "work", wall, duration))
-
-    def _deliver(self, answers: list, results: list[GenerationResult]) -> None:
+            self._stopped.clear()
         for future, value, error in answers:
             if future.done():
                 continue
@@ -203,30 +283,58 @@ class RequestService:
                 future.set_exception(error)
             else:
                 future.set_result(value)
-        for result in results:
-            ticket = self._tickets.pop(result.id, None)
-            if ticket is None:
-                continue
-            self._stats.tokens += len(result.completions.token_ids)
-            ticket.finished.append(result)
-            ticket.remaining -= 1
-            ticket.changed.set()
+        for result in progress.results:
+            entry = self._entries.get(result.id)
+            if entry is not None and (named := self._settle(result)) is not None:
+                entry.ticket.finished.append(named)
+        for inner, why in progress.refused.items():
+            if entry := self._entries.pop(inner, None):
+                entry.ticket.refused.append(PolicyError(f"The engine refused request {entry.id}: {why}"))
+                entry.ticket.remaining -= 1
+                entry.ticket.changed.set()
+
+    def _settle(self, result: GenerationResult) -> GenerationResult | None:
+        """Close the books on a request; returns its result under the name that its sender gave it."""
+        entry = self._entries.pop(result.id, None)
+        if entry is None:
+            return None
+        if self._driver is not None:
+            self._driver.stats.tokens += len(result.completions.token_ids) - entry.given_tokens
+        entry.ticket.remaining -= 1
+        entry.ticket.changed.set()
+        return dataclasses.replace(result, id=entry.id)
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
-        waiting = [ticket for ticket, _ in self._inbox] + list(self._tickets.values())
-        for ticket in waiting:
-            ticket.error = error
-            ticket.changed.set()
-        for _, future in self._answering + self._commands:
-            if not future.done():
-                future.set_exception(error)
-        self._inbox, self._answering, self._commands, self._tickets = [], [], [], {}
+        for entry in self._entries.values():
+            entry.ticket.error = error
+            entry.ticket.changed.set()
+        for command in self._answering + self._commands:
+            if not command.future.done():
+                command.future.set_exception(error)
+                command.future.exception()  # seen: a stop that nobody awaits must not be reported as forgotten
+        self._inbox, self._answering, self._commands, self._entries = [], [], [], {}
+        self._runnable = False
+        self._stopped.set()
 
 
-def _attempt(command: Callable[[Engine], Any], engine: Engine) -> tuple[Any, BaseException | None]:
+_Answer = tuple[asyncio.Future[Any], Any, BaseException | None]
+
+
+def _turn(driver: Driver, inbox: list[GenerationRequest], commands: list[_Command]) -> tuple[list[_Answer], Progress]:
+    """One turn on the engine's thread: new requests, commands, one step."""
+    driver.enqueue(inbox)
+    version = driver.engine.version
+    # A command whose sender gave up is not begun: a swap must not come after its pull was called off.
+    answers = [_attempt(command) for command in commands if not command.future.done()]
+    if driver.engine.version != version:
+        driver.version_changed()
+    return answers, driver.turn()
+
+
+def _attempt(command: _Command) -> _Answer:
     """Run a command; its error belongs to whoever sent it, and the engine goes on."""
     try:
-        return command(engine), None
+        return command.future, command.run(), None
     except Exception as error:  # noqa: BLE001 - handed to the sender, whose await raises it
-        return None, error
+        return command.future, None, error

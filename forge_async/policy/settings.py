@@ -17,6 +17,10 @@ class PolicySettings:
     dtype: str = setting("float32", "dtype the engine computes in", choices=("float32", "bfloat16", "float16"))
     max_model_tokens: int = setting(64, "longest prompt and completion together", unit="tokens", low=8)
     max_sequences: int = setting(512, "sequences that an engine decodes together", low=1)
+    concurrency: str = setting(
+        "all",
+        "sequences handed to an engine at once: all, a number, or auto (found by what the KV cache bears)",
+    )
     max_batch_tokens: int = setting(8192, "tokens of one engine step", unit="tokens", low=32)
     kv_cache_bytes: int = setting(64 << 20, "memory of the engine's KV cache", unit="bytes", low=1 << 20)
     block_tokens: int = setting(32, "tokens of a KV block; a multiple of 32 on CPU", unit="tokens", low=16)

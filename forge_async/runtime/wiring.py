@@ -206,7 +206,9 @@ async def _start_policy(name: str, number: int, config: Config, folder: Path, pl
     options = PolicyActor.options(
         mesh_name=name, hosts=placement.policy.one(number), with_gpus=config.job.gpus_per_host > 0, **limits
     )
-    return await options.as_actor(name, str(folder), config.policy, config.weights, PolicyVersion(), config.root.seed)
+    return await options.as_actor(
+        name, str(folder), config.policy, config.weights, PolicyVersion(), config.root.seed, swap=config.asynchrony.swap
+    )
 
 
 async def _start_learner(config: Config, folder: Path, placement: Placement, limits: dict) -> ActorHandle:

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from forge_async.core.errors import FingerprintError, PolicyError
+from forge_async.core.errors import FingerprintError, WeightsError
 from forge_async.core.versions import PolicyVersion
 from forge_async.policy.ports import GenerationRequest, Sampling
 from forge_async.weights.fingerprint import check_fingerprint
@@ -261,26 +261,64 @@ def test_scoring_loses_nothing_that_finishes_meanwhile(engine):
     assert {id: rows(each) for id, each in found.items()} == {id: rows(each) for id, each in alone.items()}
 
 
-def test_an_aborted_request_is_forgotten(engine):
-    engine.add([request("a", n=2, tokens=50), request("b", tokens=4)])
-    engine.step()
-    engine.abort(["a", "never heard of"])
-    assert engine.num_unfinished() == 1
-    assert list(finish(engine)) == ["b"]
+def test_what_is_cut_off_comes_back_as_far_as_it_came(engine, subject):
+    """Row 0 stops early: it is whole; the others are cut off."""
+    alone = generate(engine, request("a", n=3, tokens=12))["a"]
+    stop = rows(alone)[0][2]
+    length = [row.index(stop) + 1 if stop in row[:6] else 6 for row in rows(alone)]
+    engine.add([request("a", n=3, tokens=12, stop=(stop,)), request("b", tokens=8), request("c", tokens=20)])
+    for _ in range(6):
+        engine.step()
+    found = {result.id: result.completions for result in engine.cut(["a", "c", "never heard of"])}
+    assert sorted(found) == ["a", "c"]
+    assert found["a"].lengths.tolist() == length
+    assert found["a"].cut.tolist() == [end == 6 for end in length]
+    assert not found["a"].truncated.any()
+    assert rows(found["a"]) == [row[:end] for row, end in zip(rows(alone), length, strict=True)]
+    for row, logprobs in zip(rows(found["a"]), rows(found["a"], "logprobs"), strict=True):
+        assert logprobs == pytest.approx(subject.logprobs(0, [*PROMPT, *row])[len(PROMPT) - 1 :], abs=1e-5)
+    assert found["a"].versions.per_token_steps().tolist() == [engine.version.step] * sum(length)
+    assert (found["c"].lengths.tolist(), found["c"].cut.tolist()) == ([6], [True])
+    left = finish(engine)
+    assert (list(left), left["b"].cut.tolist()) == (["b"], [False])
     assert list(generate(engine, request("a", tokens=2))) == ["a"]
 
 
-def test_a_request_that_cannot_be_served_is_refused_by_its_id(engine):
-    with pytest.raises(PolicyError, match="refused request big"):
-        engine.add([request("big", LONG_PROMPT * 3)])
+def test_what_is_cut_off_before_its_first_token_is_empty(engine):
+    engine.add([request("a", n=2)])
+    (result,) = engine.cut(["a"])
+    assert (result.completions.lengths.tolist(), result.completions.cut.tolist()) == ([0, 0], [True, True])
+    assert result.completions.versions.num_tokens == 0
+    assert engine.num_unfinished() == 0
+
+
+def test_a_request_that_cannot_be_served_is_refused_alone(engine):
+    refused = engine.add([request("a"), request("big", LONG_PROMPT * 3), request("b")])
+    assert list(refused) == ["big"]
+    assert refused["big"]
+    assert sorted(finish(engine)) == ["a", "b"]
+
+
+@pytest.mark.parametrize("damage", ["shape", "dtype"])
+def test_weights_that_do_not_fit_are_refused_before_anything_is_written(engine, subject, damage):
+    weights, version = dict(subject.weights[1]), engine.version
+    last = sorted(weights)[-1]
+    weights[last] = weights[last][:-1] if damage == "shape" else weights[last].double()
+    with pytest.raises(WeightsError, match=last):
+        engine.load(weights, PolicyVersion(step=next(_versions)))
+    assert engine.version == version
+    assert_serves(engine, subject.weights[0])
     assert list(generate(engine, request("a"))) == ["a"]
 
 
-def test_the_share_of_the_cache_in_use_is_told(engine):
-    assert 0 <= engine.kv_usage() <= 1
+def test_how_full_the_engine_is_is_told(engine):
+    idle = engine.occupancy()
+    assert (idle.num_running, idle.num_waiting, idle.num_preemptions) == (0, 0, 0)
     engine.add([request(f"r{i}", LONG_PROMPT, n=4, seed=4096 * i, tokens=10) for i in range(3)])
     engine.step()
-    assert 0 < engine.kv_usage() <= 1
+    busy = engine.occupancy()
+    assert (busy.num_running, busy.num_waiting) == (12, 0)
+    assert 0 < busy.kv_usage <= 1
 
 
 @pytest.mark.stack

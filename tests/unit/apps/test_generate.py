@@ -28,9 +28,10 @@ class Parrot:
         self.requests: list[GenerationRequest] = []
         self._waiting: list[GenerationRequest] = []
 
-    def add(self, requests) -> None:
+    def add(self, requests) -> dict[str, str]:
         self.requests += requests
         self._waiting += requests
+        return {}
 
     def num_unfinished(self) -> int:
         return len(self._waiting)
@@ -48,6 +49,7 @@ class Parrot:
             logprobs=np.zeros(len(ids), dtype=np.float32),
             versions=VersionRuns.of([(len(ids), 0, 0)]),
             truncated=np.array([len(ids) < len(said)]),
+            cut=np.array([False]),
         )
         return GenerationResult(id=request.id, completions=completions)
 

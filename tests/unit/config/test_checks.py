@@ -13,6 +13,7 @@ from forge_async.config import checks_disk as d
 from forge_async.config.not_built import NOT_BUILT, UNBUILT_WORDS, is_built
 from forge_async.config.schema import KEYS
 from forge_async.core.errors import ConfigError
+from forge_async.replay.settings import SWAP_MODES
 
 REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
     (c.preset_is_kept, {"async.buffer": "none"}, ["async.max_staleness=2 contradicts async.buffer=none", "to 0"]),
@@ -48,6 +49,8 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
     (c.block_fits, {"policy.block_tokens": 48}, ["policy.block_tokens=48", "32", "policy.block_tokens=64"]),
     (c.block_fits, {"policy.block_tokens": 20, "job.gpus_per_host": 2}, ["policy.block_tokens=32"]),
     (c.engine_step_fits, {"policy.max_batch_tokens": 256}, ["policy.max_batch_tokens=256", "policy.max_sequences=512"]),
+    (c.concurrency_reads, {"policy.concurrency": "few"}, ["policy.concurrency=few", "all, auto"]),
+    (c.concurrency_reads, {"policy.concurrency": "0"}, ["policy.concurrency=0"]),
     (c.row_fits, {"learner.row_tokens": 9000}, ["learner.row_tokens=9000", "learner.micro_batch_tokens=2048"]),
     (c.held_out_exists, {"task.held_out_fraction": 0.0}, ["eval.num_prompts=200", "task.held_out_fraction=0"]),
     (c.hosts_exist, {"job.learner_hosts": 2}, ["job.learner_hosts=2", "job.kind=local"]),
@@ -107,6 +110,9 @@ def test_each_check_has_a_test() -> None:
         {"job.kind": "slurm", "job.learner_hosts": 2, "learner.ranks": 4, "job.time_limit": "2-04:00:00"},
         {"job.kind": "kubernetes", "job.image": "x:1"},
         {"async.on_stale": "drop"},
+        *({"async.swap": mode} for mode in SWAP_MODES),
+        {"policy.concurrency": "auto"},
+        {"policy.concurrency": "16"},
         {"weights.transport": "rpc"},
     ],
 )
@@ -115,7 +121,6 @@ def test_what_only_just_fits_is_accepted(changes: dict[str, Any]) -> None:
 
 
 ASKED = {
-    "async.swap": "drain",
     "async.on_stale": "reweight",
     "async.fresh_fraction": 0.5,
     "weights.transport": "shm",
@@ -142,9 +147,11 @@ def test_the_table_of_what_is_not_built_names_real_keys() -> None:
 
 
 def test_check_tells_the_first_problem_and_problems_tells_all() -> None:
-    config = Config().replace({"async.swap": "drain", "group_size": 1, "learner.ranks": 3})
+    config = Config().replace({"policy.tensor_parallel": 2, "group_size": 1, "learner.ranks": 3})
     assert len(list(problems(config))) == 3
-    with pytest.raises(ConfigError, match=r"async\.swap=drain is not built yet; use async\.swap=keep_kv\."):
+    with pytest.raises(
+        ConfigError, match=r"policy\.tensor_parallel=2 is not built yet; use policy\.tensor_parallel=1\."
+    ):
         check(config)
 
 

@@ -45,6 +45,7 @@ class FakePolicy:
                 logprobs=np.full(len(flat), -1.0, dtype=np.float32),
                 versions=VersionRuns.uniform(len(flat), PolicyVersion(step=6)),
                 truncated=np.zeros(len(tokens), dtype=bool),
+                cut=np.zeros(len(tokens), dtype=bool),
             ),
         )
 

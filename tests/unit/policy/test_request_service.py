@@ -67,13 +67,18 @@ def calls(engine, name):
     return [value for call, value in engine.log if call == name]
 
 
+def added(engine):
+    """The requests that entered the engine, by their senders' names, in order."""
+    return [id.split("~")[0] for id in calls(engine, "add")]
+
+
 async def test_requests_enter_the_engine_in_the_order_of_their_arrival():
     engine = FakeEngine()
     async with serving(engine) as service:
         tickets = [service.submit([request(f"{i}a"), request(f"{i}b")]) for i in range(3)]
         await until(lambda: all(ticket.remaining == 0 for ticket in tickets))
-        assert calls(engine, "add") == ["0a", "0b", "1a", "1b", "2a", "2b"]
-        assert engine.log[:6] == [("add", id) for id in calls(engine, "add")], "together, before the first step"
+        assert added(engine) == ["0a", "0b", "1a", "1b", "2a", "2b"]
+        assert [call for call, _ in engine.log[:6]] == ["add"] * 6, "together, before the first step"
 
 
 async def test_results_come_in_the_order_of_the_requests():
@@ -152,7 +157,7 @@ async def test_an_engine_that_fails_is_named_to_everyone_who_waits():
         waiting = [
             asyncio.create_task(service.collect(first, 0.0)),
             asyncio.create_task(service.collect(second, 3600.0)),
-            asyncio.create_task(service.between_steps(lambda engine: engine.kv_usage())),
+            asyncio.create_task(service.between_steps(lambda engine: engine.occupancy())),
         ]
         await asyncio.sleep(0.01)
         queued = asyncio.create_task(service.generate([request("c")]))
@@ -186,6 +191,16 @@ async def test_a_refused_request_is_told_in_the_engines_own_words():
     async with serving(FakeEngine()) as service:
         with pytest.raises(PolicyError, match="refused request big: it is too long"):
             await service.generate([request("big", max_new_tokens=1000)])
+
+
+async def test_a_refused_request_ends_alone():
+    async with serving(FakeEngine()) as service:
+        ticket = service.submit([request("a"), request("big", max_new_tokens=1000), request("b")])
+        results, done = await service.collect(ticket, 3600.0)
+        assert ([result.id for result in results], done) == (["a", "b"], False)
+        with pytest.raises(PolicyError, match="refused request big"):
+            await service.collect(ticket, 0.0)
+        assert len(await service.generate([request("c")])) == 1
 
 
 async def test_a_command_that_fails_is_its_senders_matter_alone():
@@ -246,15 +261,24 @@ async def test_a_caller_that_gives_up_leaves_the_service_running_and_no_task():
         assert len(await service.generate([request("b")])) == 1
 
 
-async def test_an_id_in_use_is_refused():
+async def test_a_new_attempt_never_meets_an_unfinished_one_of_the_same_name():
     engine = GatedEngine()
     async with serving(engine) as service:
-        service.submit([request("a")])
-        for _ in range(2):
-            with pytest.raises(PolicyError, match="Request a is still unfinished"):
-                service.submit([request("b"), request("a")])
-            await asyncio.to_thread(engine.entered.wait, 5)
-        assert service.num_unfinished() == 1
+        first = service.submit([request("a", max_new_tokens=6)])
+        engine.let(1)
+        await until(lambda: engine.num_steps == 1)
+        second = service.submit([request("a", max_new_tokens=2)])
+        engine.let(50)
+        for ticket, length in ((second, 2), (first, 6)):
+            (result,), done = await service.collect(ticket, 3600.0)
+            assert (result.id, result.completions.lengths.tolist(), done) == ("a", [length, length], True)
+
+
+async def test_two_requests_of_one_submission_have_names_of_their_own():
+    async with serving(FakeEngine()) as service:
+        with pytest.raises(PolicyError, match="Two requests of one submission are called a"):
+            service.submit([request("a"), request("a")])
+        assert service.num_unfinished() == 0
 
 
 async def test_an_engine_that_cannot_be_built_says_so():

@@ -13,6 +13,7 @@ def turn():
         logprobs=-np.arange(1, 7, dtype=np.float32),
         versions=VersionRuns.of([(2, 4, 0), (3, 5, 0), (1, 6, 1)]),
         truncated=np.array([True, False, False]),
+        cut=np.zeros(3, dtype=bool),
     )
     return samples_of_turn(np.array([7, 8], np.int32), completions, np.array([1.0, -0.5, 0.0]))
 

@@ -1,0 +1,83 @@
+"""What vLLM offers no public way to: parts of its in-process scheduler and output processor, touched here alone.
+
+Written against vLLM 0.32. The prefix cache finds a block by a hash that is chained over the request's blocks, with the
+request's salt in the first one (`Request.block_hashes`, `cache_salt`): whoever changes the head of the chain decides
+what a request may find, and under which name its future blocks are kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forge_async.policy.ports import Occupancy
+
+
+class Inside:
+    """The inside of one LLMEngine whose core runs in this process."""
+
+    def __init__(self, engine: Any) -> None:
+        from vllm.v1.engine import FinishReason
+
+        self._engine, self._processor = engine, engine.output_processor
+        self._scheduler = engine.engine_core.engine_core.scheduler
+        self._aborted = FinishReason.ABORT
+        self._num_preemptions = 0
+        self._count_preemptions()
+
+    def salt_anew(self, salt: str) -> None:
+        """After a load: no request may be served from, or leave behind, anything that an earlier salt names.
+
+        One that has not begun, or lost its KV, takes the new salt as if it came now. One that runs on its old KV gets
+        names that only it can have: what it adds is of mixed versions and must never be found, not even by itself when
+        it is preempted later.
+        """
+        for request in self._scheduler.requests.values():
+            if request.num_computed_tokens:
+                request.cache_salt = f"{salt}/{request.request_id}"
+                request.block_hashes[:] = [
+                    f"{request.cache_salt}/{number}".encode() for number in range(len(request.block_hashes))
+                ]
+            else:
+                request.cache_salt = salt
+                request.block_hashes.clear()
+                request.update_block_hashes()
+
+    def drop_kv(self) -> int:
+        """Have the KV of all running requests computed again; returns the tokens concerned."""
+        num_tokens = sum(request.num_computed_tokens for request in self._scheduler.running)
+        before = self._num_preemptions
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+        self._num_preemptions = before  # these were not for want of room
+        return num_tokens
+
+    def end(self, id: str) -> list[Any]:
+        """End a request; returns vLLM's outputs of its rows, finished or not, or nothing when it holds none."""
+        states = [self._processor.request_states[inner] for inner in self._processor.external_req_ids.get(id, ())]
+        if not states:
+            return []
+        parent = states[0].parent_req
+        rows = [row for row in (parent.output_aggregator if parent else ()) if row is not None]
+        rows += [state._new_completion_output([], self._aborted, None) for state in states]
+        # By the inner id: by the outer one vLLM would keep the parent of several rows for ever.
+        self._engine.abort_request([parent.request_id if parent else states[0].request_id], internal=True)
+        return rows
+
+    def occupancy(self) -> Occupancy:
+        """How full the engine is."""
+        num_running, num_waiting = self._scheduler.get_request_counts()
+        return Occupancy(
+            num_running=num_running,
+            num_waiting=num_waiting,
+            num_preemptions=self._num_preemptions,
+            kv_usage=float(self._scheduler.kv_cache_manager.usage),
+        )
+
+    def _count_preemptions(self) -> None:
+        """vLLM counts them only in statistics that cost time in every step."""
+        preempt = self._scheduler._preempt_request
+
+        def counted(*args: Any, **kwargs: Any) -> None:
+            self._num_preemptions += 1
+            preempt(*args, **kwargs)
+
+        self._scheduler._preempt_request = counted
