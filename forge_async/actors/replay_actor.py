@@ -88,6 +88,11 @@ class ReplayActor(ForgeActor):
         await self._do(lambda: self._state.end(index, outcome, reason, attempt))
 
     @concurrent_endpoint
+    async def retry(self, index: int, reason: str, attempt: int) -> bool:
+        """A try came to nothing: make the group anew, or end it as failed. Returns whether it is made anew."""
+        return await self._do(lambda: self._state.retry(index, reason, attempt))
+
+    @concurrent_endpoint
     async def take(self, step: int, deadline_s: float = 600.0) -> list[Group]:
         """The batch of `step`, sorted by admission index, for a loop that trains on it itself.
 

@@ -107,6 +107,7 @@ def test_each_check_has_a_test() -> None:
         {"job.kind": "slurm", "job.learner_hosts": 2, "learner.ranks": 4, "job.time_limit": "2-04:00:00"},
         {"job.kind": "kubernetes", "job.image": "x:1"},
         {"async.on_stale": "drop"},
+        {"async.on_stale": "reweight"},
         {"weights.transport": "rpc"},
     ],
 )
@@ -116,7 +117,6 @@ def test_what_only_just_fits_is_accepted(changes: dict[str, Any]) -> None:
 
 ASKED = {
     "async.swap": "drain",
-    "async.on_stale": "reweight",
     "async.fresh_fraction": 0.5,
     "weights.transport": "shm",
     "objective.name": "dapo",
