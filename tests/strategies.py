@@ -67,5 +67,7 @@ def dials(
         ),
         max_queue_tokens=draw(st.sampled_from((1, 40, 10**6))),
         on_stale=draw(st.sampled_from(tuple(on_stale))),
+        max_attempts=draw(st.sampled_from((1, 3, 100))),
+        max_filtered_batches=10**6,
     )
     return settings, num_groups

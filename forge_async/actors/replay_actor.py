@@ -71,6 +71,11 @@ class ReplayActor(ForgeActor):
         await self._replay.end(index, outcome, reason, attempt)
 
     @concurrent_endpoint
+    async def retry(self, index: int, reason: str, attempt: int) -> bool:
+        """A try came to nothing: make the group anew, or end it as failed. Returns whether it is made anew."""
+        return await self._replay.retry(index, reason, attempt)
+
+    @concurrent_endpoint
     async def take(self, step: int, deadline_s: float = PATIENCE_S) -> list[Group]:
         """The batch of `step`, sorted by admission index, for a loop that trains on it itself.
 

@@ -29,7 +29,6 @@ class NotBuilt:
 
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
-    NotBuilt(key="async.on_stale", allowed=("wait", "raise", "drop")),
     NotBuilt(key="async.fresh_fraction", allowed=(0.0,)),
     NotBuilt(key="weights.transport", allowed=("auto", "rpc")),
     NotBuilt(key="objective.name", allowed=("grpo",)),

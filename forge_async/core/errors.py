@@ -35,6 +35,10 @@ class StalenessError(ForgeError):
     """A sample older than the bound reached the consumer, or the ledger was asked for something that breaks a law."""
 
 
+class FilterStallError(ForgeError):
+    """Group after group ends without one that can be trained on; the message names the filter and the counts."""
+
+
 class RewardError(ForgeError):
     """A reward function raised, hung, or returned something that is not a finite number."""
 

@@ -91,6 +91,11 @@ def effective(settings: AsyncSettings, groups_per_step: int) -> Bound:
     """The bound that the dials and the preset `async.buffer` ask for. Raises ConfigError for what cannot work."""
     if settings.fresh_fraction:
         raise ConfigError(f"async.fresh_fraction={settings.fresh_fraction:g} is not built; leave it at 0.")
+    if settings.on_stale == "reweight" and settings.correction == "none":
+        raise ConfigError(
+            "async.on_stale=reweight leaves too old groups to the importance correction, so async.correction=none "
+            "does not go with it; set async.correction=token_is, or async.on_stale=wait."
+        )
     if settings.buffer == "stream":
         if settings.correction == "none":
             raise ConfigError("async.buffer=stream has no bound on age, so it needs async.correction=token_is.")

@@ -45,6 +45,8 @@ class Entry:
     floor: int = 0
     """Version that the replica served when the group last started; it moves to no older one (Law 4)."""
     num_starts: int = 0
+    num_failed_tries: int = 0
+    """Tries that came to nothing: given up, too old, or lost with their replica or with a crash of the run."""
     attempt: int = 0
     """Number of the latest try, counted over all groups of the run; 0 while none is awaited."""
     oldest_step: int = 0

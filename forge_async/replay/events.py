@@ -129,6 +129,8 @@ class Restored:
     """Incarnation of the learner from here on; larger than before when the learner itself was restored."""
     num_attempts: int
     """Started events so far, those of lost histories included, so that attempt numbers never repeat."""
+    failed_tries: tuple[tuple[int, int], ...] = ()
+    """(index, tries that came to nothing) of groups that may be tried again, lost histories included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +205,8 @@ def from_json(record: Mapping[str, Any]) -> Event:
             fields["prompt_id"] = PromptId(source=source, epoch=epoch, index=index)
         elif cls is Taken:
             fields["indices"] = tuple(fields["indices"])
+        elif cls is Restored:
+            fields["failed_tries"] = tuple((index, num) for index, num in fields.get("failed_tries", ()))
         return cls(**fields)
     except (KeyError, TypeError, ValueError) as error:
         raise ForgeError(f"A replay event {record['event']!r} has wrong or missing fields: {error}.") from error

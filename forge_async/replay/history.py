@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from forge_async.core.errors import ForgeError
 from forge_async.replay import events as ev
@@ -28,3 +29,31 @@ def surviving(events: Iterable[Event]) -> Sequence[Event]:
             continue
         kept.append(event)
     return kept
+
+
+def failed_tries(events: Iterable[Event]) -> Mapping[int, int]:
+    """How many tries of each group came to nothing, in all histories: what was undone was tried all the same.
+
+    A try counts when its group had to wait again, when its replica went while it was in flight, and when it was in
+    flight as the run crashed. A run that was closed did not crash: what it had in flight is nobody's fault.
+    """
+    failed: Counter[int] = Counter()
+    in_flight: dict[int, str] = {}
+    for event in events:
+        if isinstance(event, ev.Started):
+            in_flight[event.index] = event.replica
+        elif isinstance(event, (ev.Ready, ev.Ended)):
+            in_flight.pop(event.index, None)
+        elif isinstance(event, ev.Requeued):
+            in_flight.pop(event.index, None)
+            failed[event.index] += 1
+        elif isinstance(event, ev.Closed):
+            in_flight.clear()
+        elif isinstance(event, (ev.ReplicaLeft, ev.Restored)):
+            gone = None if isinstance(event, ev.Restored) else event.replica
+            lost = [index for index, replica in in_flight.items() if gone in (None, replica)]
+            failed.update(lost)
+            for index in lost:
+                del in_flight[index]
+    failed.update(list(in_flight))
+    return failed

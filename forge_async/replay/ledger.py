@@ -11,6 +11,7 @@ from forge_async.core.errors import StalenessError
 from forge_async.core.records import PromptId
 from forge_async.core.versions import VersionRuns
 from forge_async.replay import events as ev
+from forge_async.replay.conservation import recount
 from forge_async.replay.entry import UNTAKEN, Effect, Entry, State
 from forge_async.replay.events import Event
 from forge_async.replay.history import surviving
@@ -56,6 +57,8 @@ class Ledger:
         self.closed = False
         self.restores: list[tuple[int, int]] = []
         """(incarnation, step) of each restoring."""
+        self.failed_before: dict[int, int] = {}
+        """Failed tries, before the last restoring, of groups that are yet to be admitted again."""
 
     @classmethod
     def replay(cls, events: Iterable[Event], tokens_guess: int = 1) -> Ledger:
@@ -83,7 +86,7 @@ class Ledger:
         ended = sum(self.outcomes.values())
         good = counted == self.num_admitted and untaken == len(self.untaken) and ended == self.counts[State.ENDED]
         if good and deep:
-            good = self._recount()
+            good = recount(self)
         if not good:
             raise StalenessError(
                 f"Conservation is broken: admitted {self.num_admitted}, but {dict(self.counts)} with "
@@ -120,7 +123,12 @@ class Ledger:
             raise StalenessError(f"Group {event.index} was admitted, but the next is {self.num_admitted}.")
         self.num_admitted += 1
         self.last_prompt = event.prompt_id
-        self.entries[event.index] = Entry(index=event.index, prompt_id=event.prompt_id, num_tokens=event.num_tokens)
+        self.entries[event.index] = Entry(
+            index=event.index,
+            prompt_id=event.prompt_id,
+            num_tokens=event.num_tokens,
+            num_failed_tries=self.failed_before.pop(event.index, 0),
+        )
         self.untaken.append(event.index)
         self.counts[State.WAITING] += 1
         self.queue_tokens += event.num_tokens
@@ -146,6 +154,7 @@ class Ledger:
             return Effect.REPEATED
         if entry.state not in UNTAKEN:
             raise StalenessError(f"Group {event.index} is {entry.state}: it cannot wait again.")
+        entry.num_failed_tries += 1
         self._wait_again(entry)
         return Effect.CHANGED
 
@@ -232,7 +241,9 @@ class Ledger:
                 f"The ledger cannot go on from version {event.step}: it knows of {self.num_trained} steps done."
             )
         self.restores.append((event.incarnation, event.step))
+        self.failed_before = dict(event.failed_tries)
         for entry in self.entries.values():
+            entry.num_failed_tries = self.failed_before.pop(entry.index, 0)
             if entry.state is not State.ENDED:
                 self._wait_again(entry)
         self.untaken = sorted(index for index, entry in self.entries.items() if entry.state is State.WAITING)
@@ -268,6 +279,7 @@ class Ledger:
         for index in self.untaken:
             entry = self.entries[index]
             if entry.state is State.IN_FLIGHT and entry.replica == event.replica:
+                entry.num_failed_tries += 1
                 self._wait_again(entry)
         return Effect.CHANGED
 
@@ -341,22 +353,6 @@ class Ledger:
         entry = self.entries.get(index)
         if entry is not None and entry.state is State.ENDED:
             del self.entries[index]
-
-    def _recount(self) -> bool:
-        live = [entry for entry in self.entries.values() if entry.state is not State.ENDED]
-        untaken = [entry for entry in live if entry.state in UNTAKEN]
-        num_ended = self.num_admitted - len(live)
-        return (
-            all(
-                self.counts[state] == sum(entry.state is state for entry in live) for state in State if state != "ended"
-            )
-            and self.counts[State.ENDED] == num_ended
-            and self.untaken == sorted(entry.index for entry in untaken)
-            and self.queue_tokens == sum(entry.num_tokens for entry in untaken)
-            and self.ready == {entry.index: entry.oldest_step for entry in live if entry.state is State.READY}
-            and sorted(index for batch in self.taken.values() for index in batch)
-            == sorted(entry.index for entry in live if entry.state is State.TAKEN)
-        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ledger) and vars(self) == vars(other)

@@ -35,6 +35,10 @@ class Replay(Protocol):
         """End a group that is not to be trained on: `filtered`, `failed`, `expired` or `cancelled`."""
         ...
 
+    async def retry(self, index: int, reason: str, attempt: int) -> bool:
+        """A try came to nothing: make the group anew, or end it as failed when its tries are used up."""
+        ...
+
     async def take(self, step: int, timeout_s: float) -> list[Group]:
         """Wait for the batch of step `step`, sorted by admission index; the same batch when asked again."""
         ...

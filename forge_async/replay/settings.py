@@ -38,6 +38,15 @@ class AsyncSettings:
         "what to do with groups that a fault or resume made older than S",
         choices=("wait", "drop", "reweight", "raise"),
     )
+    max_attempts: int = setting(
+        5, "tries of a group that come to nothing before it ends as failed, resumed runs included", unit="tries", low=1
+    )
+    max_filtered_batches: int = setting(
+        10,
+        "groups, in batches, that may end filtered or failed in a row, with none ready, before the run stops",
+        unit="batches",
+        low=1,
+    )
     fresh_fraction: float = setting(0.0, "share of each batch made wholly by the newest version", low=0.0, high=1.0)
     correction: str = setting(
         "token_is",

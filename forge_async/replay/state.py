@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from forge_async.core.errors import ForgeError, StalenessError
+from forge_async.core.errors import StalenessError
 from forge_async.core.records import Group
+from forge_async.replay import describe
 from forge_async.replay import events as ev
 from forge_async.replay.admission import Admission, Prompts
+from forge_async.replay.admitter import Admitter
 from forge_async.replay.ages import Ages, ages, check_ages
-from forge_async.replay.bound import UNLIMITED, effective, tokens_allow
+from forge_async.replay.bound import Bound, effective
 from forge_async.replay.buffer import Buffer
-from forge_async.replay.entry import Effect, Entry, State
+from forge_async.replay.entry import Effect, State
 from forge_async.replay.events import Event
+from forge_async.replay.fruitless import FruitlessRun
+from forge_async.replay.history import failed_tries
 from forge_async.replay.journal import Journal
 from forge_async.replay.ledger import Ledger
 from forge_async.replay.order import select
@@ -49,17 +53,23 @@ class ReplayState:
             journal: where events are kept; None: nowhere, and the run cannot be resumed.
             ledger: internal to `resume`.
         """
-        self.bound = effective(settings, groups_per_step)
         self.settings = settings
-        self.prompts = prompts
         self.ledger = ledger or Ledger(tokens_guess)
-        self.num_steps = num_steps
+        self.admitter = Admitter(
+            ledger=self.ledger,
+            bound=effective(settings, groups_per_step),
+            settings=settings,
+            prompts=prompts,
+            num_steps=num_steps,
+            apply=self._apply,
+        )
         self.buffer = Buffer()
         self.last_ages: Ages = ages([], 0, [])
         self.num_changes = 0
         """Calls of `_apply` that changed or counted something, so that those who wait can tell when to look again."""
         self.num_stale = 0
         """Groups that were older than the bound when their step came, since this object was made."""
+        self._fruitless = FruitlessRun(groups_per_step, settings.max_filtered_batches)
         self._journal = journal
         self._unwritten: list[Event] = []
         self._batch: tuple[int, list[Group]] | None = None
@@ -83,8 +93,12 @@ class ReplayState:
         Whatever was not trained by then waits again, under its index and prompt. Raises ForgeError when the history
         ends before that version.
         """
-        num_attempts = sum(isinstance(event, ev.Started) for event in events)
-        restored = ev.Restored(step=step, incarnation=incarnation, num_attempts=num_attempts)
+        restored = ev.Restored(
+            step=step,
+            incarnation=incarnation,
+            num_attempts=sum(isinstance(event, ev.Started) for event in events),
+            failed_tries=tuple(sorted(failed_tries(events).items())),
+        )
         state = cls(
             settings=settings,
             groups_per_step=groups_per_step,
@@ -105,17 +119,11 @@ class ReplayState:
 
         At S = 0 a whole round is admitted at once, when nothing is waiting or in flight and every replica has pulled,
         and group i belongs to replica i modulo their number (in order of name): who asks when changes nothing.
+        Raises FilterStallError when `async.max_filtered_batches` batches of groups ended with none to train on.
         """
         with self._writing():
-            version = self._version_of(replica)
-            if self.ledger.closed:
-                return []
-            if self.bound.synchronous:
-                self._open_round()
-            given = self._give_waiting(replica, version, max_groups)
-            while not self.bound.synchronous and len(given) < max_groups and self._may_admit(version):
-                given.append(self._start(self._admit_next(), replica, version))
-            return given
+            self._fruitless.check()
+            return self.admitter.admit(replica, max_groups)
 
     def put(self, groups: Iterable[Group]) -> int:
         """Put scored groups into the buffer; returns how many of them were new.
@@ -143,7 +151,26 @@ class ReplayState:
             changed = self._apply(ev.Ended(index=index, outcome=outcome, reason=reason)) is Effect.CHANGED
             if changed:
                 self.buffer.drop(index)
+                self._fruitless.ended(outcome, reason)
             return changed
+
+    def retry(self, index: int, reason: str, attempt: int) -> bool:
+        """A try came to nothing: make the group anew, or end it as failed when `async.max_attempts` are used up.
+
+        Args:
+            index: the group.
+            reason: a word or two for people, such as `reward_timeout`.
+            attempt: the try that speaks, from its Admission; a try that is no longer awaited changes nothing.
+
+        Returns: whether the group will be made anew.
+        """
+        entry = self.ledger.entries.get(index)
+        if entry is None or attempt != entry.attempt or entry.num_failed_tries + 1 >= self.settings.max_attempts:
+            self.end(index, "failed", reason, attempt)
+            return False
+        with self._writing():
+            self._apply(ev.Requeued(index=index, reason=reason))
+        return True
 
     def pulled(self, replica: str, step: int) -> None:
         """A replica says that all tokens that it makes from now on are of version `step` or newer."""
@@ -167,7 +194,7 @@ class ReplayState:
 
         Asking again gives the same batch until the next step is taken. Groups older than the bound (after a fault or
         a resume; the admission rule makes no others) are settled as `async.on_stale` says: made anew (`wait`), ended
-        as expired (`drop`), let through (`reweight`), or StalenessError (`raise`).
+        as expired (`drop`), let through (`reweight`), or StalenessError (`raise`). Raises FilterStallError as `admit`.
         """
         if self._batch is not None and self._batch[0] == step:
             return self._batch[1]
@@ -177,6 +204,7 @@ class ReplayState:
                 + (" and the run is closed." if self.ledger.closed else ".")
             )
         with self._writing():
+            self._fruitless.check()
             while (indices := self._select()) is not None:
                 stale = [index for index in indices if step - self.ledger.ready[index] > self.bound.max_staleness]
                 self.num_stale += len(stale)
@@ -207,59 +235,24 @@ class ReplayState:
 
     def state(self) -> dict[str, float]:
         """Figures under the names of `metrics.jsonl`; ages are those of the batch taken last."""
-        ledger, ended = self.ledger, self.ledger.outcomes
-        return {
-            "queue/depth": len(ledger.ready),
-            "queue/waiting": ledger.counts[State.WAITING],
-            "queue/in_flight": ledger.counts[State.IN_FLIGHT],
-            "queue/capacity": self._capacity(),
-            "queue/tokens": ledger.queue_tokens,
-            "queue/bytes": self.buffer.num_bytes,
-            "groups/admitted": ledger.num_admitted,
-            **{f"groups/{outcome}": ended[outcome] for outcome in ev.OUTCOMES},
-            "groups/late": ledger.num_late,
-            "groups/requeued": ledger.num_requeued,
-            "groups/stale": self.num_stale,
-            **self.last_ages.metrics(),
-        }
+        return describe.figures(self)
 
     def num_wanted(self) -> int:
         """Groups that the steps to come need beyond those that are untaken."""
-        if self.num_steps is None:
-            return UNLIMITED
-        left = max(self.num_steps - self.ledger.next_step, 0)
-        return left * self.bound.groups_per_step - len(self.ledger.untaken)
+        return self.admitter.num_wanted()
 
     def why_no_batch(self) -> str:
         """What the next step waits for, in one sentence without full stop."""
-        ledger = self.ledger
-        text = (
-            f"step {ledger.next_step} needs {self.bound.groups_per_step} groups: {len(ledger.ready)} are ready, "
-            f"{ledger.counts[State.IN_FLIGHT]} in flight, {ledger.counts[State.WAITING]} waiting for a replica"
-        )
-        blocked = next((ledger.entries[index] for index in ledger.untaken if index not in ledger.ready), None)
-        if blocked is None:
-            return text
-        return f"{text}; the oldest that is missing is group {blocked.index} ({_whereabouts(blocked)})"
+        return describe.why_no_batch(self)
 
     def why_no_admission(self, replica: str) -> str:
         """What a replica that is given nothing waits for, in one sentence without full stop."""
-        ledger, version = self.ledger, self._version_of(replica)
-        num_untaken, behind = len(ledger.untaken), ledger.steps_unpulled(version)
-        if ledger.closed:
-            return "the run is closed"
-        if self.num_wanted() <= 0 and not ledger.counts[State.WAITING]:
-            return "the steps to come need no further group"
-        if self.bound.synchronous and (ledger.counts[State.WAITING] or ledger.counts[State.IN_FLIGHT]):
-            return f"at max_staleness=0 the round in progress must end first; {self.why_no_batch()}"
-        if self.bound.room(num_untaken, behind) <= 0:
-            return (
-                f"{num_untaken} groups are untaken and {replica} at version {version} has not pulled the result of "
-                f"{behind} steps; depth {self.bound.depth} is used up until the learner takes or {replica} pulls"
-            )
-        if not self._tokens_allow():
-            return f"the queue holds {ledger.queue_tokens} of {self.settings.max_queue_tokens} tokens"
-        return "other replicas have not pulled yet" if self.bound.synchronous else "nothing"
+        return describe.why_no_admission(self, replica)
+
+    @property
+    def bound(self) -> Bound:
+        """The bound on age that is in force."""
+        return self.admitter.bound
 
     # Parts of the above.
 
@@ -281,61 +274,6 @@ class ReplayState:
             self._unwritten.append(event)
         return effect
 
-    def _version_of(self, replica: str) -> int:
-        version = self.ledger.replicas.get(replica)
-        if version is None:
-            raise ForgeError(f"Replica {replica!r} has not joined the replay actor; call add_replica first.")
-        return version
-
-    def _open_round(self) -> None:
-        """At S = 0: admit as many groups as the next batch lacks, if all is quiet and every replica is up to date."""
-        ledger = self.ledger
-        quiet = not ledger.counts[State.WAITING] and not ledger.counts[State.IN_FLIGHT]
-        if quiet and all(step == ledger.next_step for step in ledger.replicas.values()):
-            for _ in range(min(self.bound.groups_per_step - len(ledger.untaken), self.num_wanted())):
-                self._admit_next()
-
-    def _give_waiting(self, replica: str, version: int, max_groups: int) -> list[Admission]:
-        ledger, given = self.ledger, []
-        unpulled = ledger.steps_unpulled(version)
-        for index in ledger.waiting():
-            if len(given) >= max_groups or self.bound.room(ledger.num_ahead(index), unpulled) <= 0:
-                break
-            if ledger.entries[index].floor <= version and self._may_own(index, replica):
-                given.append(self._start(index, replica, version))
-        return given
-
-    def _may_own(self, index: int, replica: str) -> bool:
-        if not self.bound.synchronous:
-            return True
-        names = sorted(self.ledger.replicas)
-        return names[index % len(names)] == replica
-
-    def _may_admit(self, version: int) -> bool:
-        room = self.bound.room(len(self.ledger.untaken), self.ledger.steps_unpulled(version))
-        return room > 0 and self.num_wanted() > 0 and self._tokens_allow()
-
-    def _tokens_allow(self) -> bool:
-        ledger = self.ledger
-        return tokens_allow(
-            len(ledger.untaken),
-            ledger.queue_tokens,
-            round(ledger.mean_tokens),
-            self.settings.max_queue_tokens,
-            self.bound.groups_per_step,
-        )
-
-    def _admit_next(self) -> int:
-        index = self.ledger.num_admitted
-        prompt_id = self.prompts.after(self.ledger.last_prompt)
-        self._apply(ev.Admitted(index=index, prompt_id=prompt_id, num_tokens=round(self.ledger.mean_tokens)))
-        return index
-
-    def _start(self, index: int, replica: str, version: int) -> Admission:
-        self._apply(ev.Started(index=index, replica=replica, step=version))
-        entry = self.ledger.entries[index]
-        return Admission(index=index, prompt_id=entry.prompt_id, min_step=entry.floor, attempt=entry.attempt)
-
     def _put_one(self, group: Group) -> bool:
         if not len(group.samples):
             raise StalenessError(f"Group {group.index} has no samples: end it as filtered or failed instead.")
@@ -351,6 +289,7 @@ class ReplayState:
         )
         if effect is Effect.CHANGED:
             self.buffer.put(group)
+            self._fruitless.ready()
         return effect is Effect.CHANGED
 
     def _discard(self, index: int) -> None:
@@ -387,14 +326,3 @@ class ReplayState:
             else:
                 self._apply(ev.Requeued(index=index, reason="too_old"))
             self.buffer.drop(index)
-
-    def _capacity(self) -> int:
-        """Depth in groups; for `stream` what the token cap holds at the present mean."""
-        if self.bound.depth < UNLIMITED:
-            return self.bound.depth
-        by_tokens = int(self.settings.max_queue_tokens / max(self.ledger.mean_tokens, 1.0))
-        return max(self.bound.groups_per_step, by_tokens)
-
-
-def _whereabouts(entry: Entry) -> str:
-    return f"on replica {entry.replica}" if entry.replica else "waiting for a replica"

@@ -76,6 +76,10 @@ class WaitingReplay:
         """End a group without training on it; returns whether that changed anything."""
         return self._waking(lambda: self.inner.end(index, outcome, reason, attempt))
 
+    async def retry(self, index: int, reason: str, attempt: int) -> bool:
+        """A try came to nothing: make the group anew, or end it as failed. Returns whether it is made anew."""
+        return self._waking(lambda: self.inner.retry(index, reason, attempt))
+
     async def trained(self, step: int) -> None:
         """Step `step` is done."""
         self._waking(lambda: self.inner.trained(step))

@@ -101,6 +101,8 @@ class ReplayMachine(RuleBasedStateMachine):
         name = sorted(self.replicas)[which % len(self.replicas)]
         given = self.state.admit(name, num)
         assert len(given) <= num
+        entries = self.state.ledger.entries
+        assert all(entries[one.index].num_failed_tries < self.settings.max_attempts for one in given)
         for one in given:
             assert one.min_step == self.replicas[name]
             assert one.prompt_id == PromptId(source="s", epoch=one.index // EPOCH, index=one.index % EPOCH)
@@ -152,6 +154,15 @@ class ReplayMachine(RuleBasedStateMachine):
         current = entry is not None and entry.attempt == one.attempt and entry.state is State.IN_FLIGHT
         assert self.state.end(one.index, outcome, "why", attempt=one.attempt) == current
 
+    @precondition(lambda self: self.tries)
+    @rule(which=st.integers(0, 99))
+    def give_a_try_up(self, which: int) -> None:
+        one = self.tries.pop(which % len(self.tries))
+        entry = self.state.ledger.entries.get(one.index)
+        current = entry is not None and entry.attempt == one.attempt and entry.state is State.IN_FLIGHT
+        last = entry is None or entry.num_failed_tries + 1 >= self.settings.max_attempts
+        assert self.state.retry(one.index, "why", attempt=one.attempt) == (current and not last)
+
     # Learner.
 
     @rule()
@@ -194,9 +205,8 @@ class ReplayMachine(RuleBasedStateMachine):
         random = Random(seed)
         for _ in range(num):
             which = random.randrange(100)
-            match random.choices(("admit", "finish", "end", "pull", "take", "train", "publish"), (3, 8, 1, 2, 2, 2, 2))[
-                0
-            ]:
+            kinds = ("admit", "finish", "end", "give up", "pull", "take", "train", "publish")
+            match random.choices(kinds, (3, 8, 1, 1, 2, 2, 2, 2))[0]:
                 case "admit":
                     self.admit(which, random.randint(1, 9))
                 case "finish" if len(self.tries) > straggle:
@@ -208,6 +218,8 @@ class ReplayMachine(RuleBasedStateMachine):
                     self.end(
                         random.randrange(straggle, len(self.tries)), random.choice(("filtered", "failed", "cancelled"))
                     )
+                case "give up" if len(self.tries) > straggle:
+                    self.give_a_try_up(random.randrange(straggle, len(self.tries)))
                 case "pull":
                     self.pull(which, random.randint(1, 4))
                 case "take":

@@ -113,6 +113,7 @@ def test_each_check_has_a_test() -> None:
         *({"async.swap": mode} for mode in SWAP_MODES),
         {"policy.concurrency": "auto"},
         {"policy.concurrency": "16"},
+        {"async.on_stale": "reweight"},
         {"weights.transport": "rpc"},
     ],
 )
@@ -121,7 +122,6 @@ def test_what_only_just_fits_is_accepted(changes: dict[str, Any]) -> None:
 
 
 ASKED = {
-    "async.on_stale": "reweight",
     "async.fresh_fraction": 0.5,
     "weights.transport": "shm",
     "objective.name": "dapo",

@@ -80,6 +80,11 @@ def test_stream_needs_a_correction_even_when_forced() -> None:
         effective(AsyncSettings(buffer="stream", correction="none", force_uncorrected=True), 8)
 
 
+def test_reweighting_needs_a_correction() -> None:
+    with pytest.raises(ConfigError, match=r"async.on_stale=reweight .* async.correction=none"):
+        effective(AsyncSettings(on_stale="reweight", correction="none", max_staleness=0), 8)
+
+
 def test_strict_order_with_a_window_is_refused() -> None:
     with pytest.raises(ConfigError, match="async.order=fifo"):
         effective(AsyncSettings(order="fifo", window=2), 8)

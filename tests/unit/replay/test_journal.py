@@ -26,7 +26,7 @@ ALL_KINDS = [
     ev.ReplicaJoined(replica="r", step=0),
     ev.ReplicaLeft(replica="r"),
     ev.Pulled(replica="r", step=1),
-    ev.Restored(step=1, incarnation=1, num_attempts=3),
+    ev.Restored(step=1, incarnation=1, num_attempts=3, failed_tries=((4, 1), (6, 2))),
     ev.Closed(reason="done"),
 ]
 

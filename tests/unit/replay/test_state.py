@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forge_async.core.errors import ForgeError, StalenessError
+from forge_async.core.errors import FilterStallError, ForgeError, StalenessError
 from forge_async.core.records import PromptId
 from forge_async.replay.admission import Admission, Prompts
 from forge_async.replay.ages import ages, check_ages
@@ -257,6 +257,88 @@ def test_on_stale_reweight_lets_the_group_through_and_counts_it() -> None:
 def test_on_stale_raise_names_group_age_and_bound() -> None:
     with pytest.raises(StalenessError, match=r"Group 2 .* version 0, 1 steps before, .* async.max_staleness=0"):
         with_an_old_group("raise").take(1)
+
+
+# Tries that come to nothing, and runs that train on nothing.
+
+
+def test_a_group_whose_tries_are_used_up_ends_as_failed() -> None:
+    state = replay(num=1, max_staleness=0, max_attempts=3)
+    tries = []
+    for num in range(3):
+        tries += state.admit("r0", 1)
+        assert state.retry(tries[-1].index, "reward_timeout", tries[-1].attempt) == (num < 2)
+    assert indices(tries) == [0, 0, 0] and state.ledger.reasons == {("failed", "reward_timeout"): 1}
+    assert not state.retry(0, "reward_timeout", tries[-1].attempt) and indices(state.admit("r0", 1)) == [1]
+
+
+def test_an_old_try_cannot_give_up_what_a_newer_one_makes() -> None:
+    state = replay(num=1, replicas=2, max_attempts=2)
+    old = state.admit("r0", 1)[0]
+    state.remove_replica("r0")
+    new = state.admit("r1", 1)[0]
+    assert not state.retry(old.index, "engine died", old.attempt) and state.state()["groups/late"] == 1
+    assert state.ledger.entries[new.index].attempt == new.attempt
+
+
+def test_a_group_that_takes_replicas_down_with_it_ends_as_failed() -> None:
+    state = replay(num=1, max_staleness=0, max_attempts=2)
+    for num in range(2):
+        state.add_replica(f"s{num}", 0)
+        state.remove_replica("r0" if num == 0 else "s0")
+        if num == 0:
+            assert indices(state.admit("s0", 1)) == [0]
+    assert state.ledger.waiting() == [0]
+    assert indices(state.admit("s1", 1)) == [0], "one of the two deaths was before it was in flight"
+    state.remove_replica("s1")
+    state.add_replica("s2", 0)
+    assert indices(state.admit("s2", 1)) == [1] and state.ledger.reasons == {("failed", "tries_used_up"): 1}
+
+
+def crash_while_group_zero_is_made(journal: Journal, times: int, closed: bool) -> ReplayState:
+    """The same group is in flight each time that the run ends."""
+    state = replay(num=1, max_staleness=0, max_attempts=3, journal=journal)
+    for _ in range(times):
+        assert indices(state.admit("r0", 1)) == [0]
+        if closed:
+            state.close("stopped by hand")
+        state = resume(journal, step=0, num=1, replicas=1, max_staleness=0, max_attempts=3)
+    return state
+
+
+def test_a_resumed_run_does_not_hang_on_the_group_that_crashes_it(tmp_path) -> None:
+    state = crash_while_group_zero_is_made(Journal.open(tmp_path / "events.jsonl"), 3, closed=False)
+    assert indices(state.admit("r0", 1)) == [1] and state.state()["groups/failed"] == 1
+
+
+def test_stopping_a_run_by_hand_is_no_failed_try(tmp_path) -> None:
+    state = crash_while_group_zero_is_made(Journal.open(tmp_path / "events.jsonl"), 5, closed=True)
+    assert indices(state.admit("r0", 1)) == [0] and state.state()["groups/failed"] == 0
+
+
+def test_a_run_whose_every_group_is_filtered_stops_and_names_the_filter() -> None:
+    state = replay(num=2, max_staleness=0, max_filtered_batches=2)
+    for num in range(4):
+        one = state.admit("r0", 1)[0]
+        state.end(one.index, *(("failed", "reward") if num == 1 else ("filtered", "zero_variance")))
+    words = r"last 4, .*max_filtered_batches=2.*filtered \(zero_variance\): 3, failed \(reward\): 1"
+    with pytest.raises(FilterStallError, match=words):
+        state.admit("r0", 1)
+    with pytest.raises(FilterStallError, match=words):
+        state.take(0)
+
+
+def test_a_group_that_is_ready_in_between_shows_that_the_filter_lets_some_through() -> None:
+    state = replay(num=2, max_staleness=1, max_filtered_batches=1)
+    for num in range(9):
+        one = state.admit("r0", 1)[0]
+        if num % 2:
+            state.end(one.index, "filtered", "zero_variance")
+        elif num < 8:
+            put(state, [one])
+        if state.take(state.ledger.next_step) is not None:
+            step_of(state, state.ledger.next_step - 1)
+    assert state.state()["groups/filtered"] == 4
 
 
 # Wrong, repeated and late calls.

@@ -1,0 +1,26 @@
+"""Law 1 counted anew, group by group: what the ledger's counters say must be what its entries are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from forge_async.replay.entry import UNTAKEN, State
+
+if TYPE_CHECKING:
+    from forge_async.replay.ledger import Ledger
+
+
+def recount(ledger: Ledger) -> bool:
+    """Whether every counter and index of the ledger agrees with the groups that it holds."""
+    live = [entry for entry in ledger.entries.values() if entry.state is not State.ENDED]
+    untaken = [entry for entry in live if entry.state in UNTAKEN]
+    num_of = {state: sum(entry.state is state for entry in live) for state in State}
+    num_of[State.ENDED] = ledger.num_admitted - len(live)
+    return (
+        all(ledger.counts[state] == num_of[state] for state in State)
+        and ledger.untaken == sorted(entry.index for entry in untaken)
+        and ledger.queue_tokens == sum(entry.num_tokens for entry in untaken)
+        and ledger.ready == {entry.index: entry.oldest_step for entry in live if entry.state is State.READY}
+        and sorted(index for batch in ledger.taken.values() for index in batch)
+        == sorted(entry.index for entry in live if entry.state is State.TAKEN)
+    )
