@@ -11,6 +11,7 @@ from forge_async.replay.bound import UNLIMITED, Bound, tokens_allow
 from forge_async.replay.entry import Effect, State
 from forge_async.replay.events import Event
 from forge_async.replay.ledger import Ledger
+from forge_async.replay.routing import Routing
 from forge_async.replay.settings import AsyncSettings
 
 
@@ -28,6 +29,7 @@ class Admitter:
         apply: Callable[[Event], Effect],
     ) -> None:
         self.bound = bound
+        self.routing = Routing(bound.groups_per_step)
         self._ledger, self._settings, self._prompts = ledger, settings, prompts
         self._num_steps, self._apply = num_steps, apply
 
@@ -39,8 +41,9 @@ class Admitter:
         self._give_up()
         if self.bound.synchronous:
             self._open_round()
-        given = self._give_waiting(replica, version, max_groups)
-        while not self.bound.synchronous and len(given) < max_groups and self._may_admit(version):
+        most = min(max_groups, self.fair_share(replica) - self._ledger.in_flight[replica])
+        given = self._give_waiting(replica, version, most)
+        while not self.bound.synchronous and len(given) < most and self._may_admit(version):
             given.append(self._start(self._admit_next(), replica, version))
         return given
 
@@ -57,6 +60,33 @@ class Admitter:
             return UNLIMITED
         left = max(self._num_steps - self._ledger.next_step, 0)
         return left * self.bound.groups_per_step - len(self._ledger.untaken)
+
+    def fair_share(self, replica: str) -> int:
+        """How many groups a replica should have in flight, by its speed; at S = 0 the index decides instead.
+
+        What it shares with others is what is in flight, waits, or could be admitted at its version. Others are those
+        that serve its version or will at their next pull: one that is further behind is not waited for.
+        """
+        ledger, version = self._ledger, self.version_of(replica)
+        if self.bound.synchronous or len(ledger.replicas) == 1:
+            return UNLIMITED
+        rivals = [
+            name
+            for name, step in ledger.replicas.items()
+            if name != replica and step >= version - self.bound.publish_every
+        ]
+        in_flight = sum(ledger.in_flight[name] for name in (replica, *rivals))
+        return self.routing.fair_share(
+            replica, rivals, in_flight + ledger.counts[State.WAITING] + self._num_admissible(version)
+        )
+
+    def _num_admissible(self, version: int) -> int:
+        """How many new groups there is room for, by depth, by tokens and by the steps to come."""
+        ledger, num_untaken = self._ledger, len(self._ledger.untaken)
+        tokens_left = self._settings.max_queue_tokens - ledger.queue_tokens
+        by_tokens = max(int(tokens_left / max(ledger.mean_tokens, 1.0)), self.bound.groups_per_step - num_untaken)
+        room = self.bound.room(num_untaken, ledger.steps_unpulled(version))
+        return max(0, min(room, by_tokens, self.num_wanted()))
 
     def tokens_allow(self) -> bool:
         """Whether the token cap lets one more group in."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from forge_async.replay.entry import UNTAKEN, State
@@ -19,6 +20,7 @@ def recount(ledger: Ledger) -> bool:
     return (
         all(ledger.counts[state] == num_of[state] for state in State)
         and ledger.untaken == sorted(entry.index for entry in untaken)
+        and ledger.in_flight == Counter(entry.replica for entry in live if entry.state is State.IN_FLIGHT)
         and ledger.queue_tokens == sum(entry.num_tokens for entry in untaken)
         and ledger.ready == {entry.index: entry.oldest_step for entry in live if entry.state is State.READY}
         and sorted(index for batch in ledger.taken.values() for index in batch)

@@ -62,6 +62,8 @@ def why_no_admission(state: ReplayState, replica: str) -> str:
         return "the steps to come need no further group"
     if state.bound.synchronous and (ledger.counts[State.WAITING] or ledger.counts[State.IN_FLIGHT]):
         return f"at max_staleness=0 the round in progress must end first; {why_no_batch(state)}"
+    if ledger.in_flight[replica] >= state.admitter.fair_share(replica) > 0:
+        return f"{replica} has {ledger.in_flight[replica]} groups in flight, as many as its measured speed is worth"
     if state.bound.room(num_untaken, behind) <= 0:
         return (
             f"{num_untaken} groups are untaken and {replica} at version {version} has not pulled the result of "

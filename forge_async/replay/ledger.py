@@ -54,6 +54,8 @@ class Ledger:
         """Newest published version."""
         self.replicas: dict[str, int] = {}
         """Version that each live replica has pulled."""
+        self.in_flight: Counter[str] = Counter()
+        """Groups in flight with each replica."""
         self.closed = False
         self.restores: list[tuple[int, int]] = []
         """(incarnation, step) of each restoring."""
@@ -143,6 +145,7 @@ class Ledger:
             raise StalenessError(f"Group {event.index} is {entry.state}: it cannot be given to {event.replica}.")
         self._move(entry, State.IN_FLIGHT)
         entry.replica, entry.floor = event.replica, event.step
+        self.in_flight[event.replica] += 1
         entry.num_starts += 1
         self.num_attempts += 1
         entry.attempt = self.num_attempts
@@ -281,6 +284,7 @@ class Ledger:
             if entry.state is State.IN_FLIGHT and entry.replica == event.replica:
                 entry.num_failed_tries += 1
                 self._wait_again(entry)
+        self.in_flight.pop(event.replica, None)
         return Effect.CHANGED
 
     def _pulled(self, event: ev.Pulled) -> Effect:
@@ -327,6 +331,8 @@ class Ledger:
         """Change the state and every count that follows from it."""
         if entry.state is State.READY:
             del self.ready[entry.index]
+        elif entry.state is State.IN_FLIGHT:
+            self.in_flight[entry.replica] -= 1
         if entry.state in UNTAKEN and state not in UNTAKEN:
             del self.untaken[bisect_left(self.untaken, entry.index)]
             self.queue_tokens -= entry.num_tokens

@@ -148,10 +148,13 @@ class ReplayState:
             if attempt is not None and entry is not None and attempt != entry.attempt:
                 self._apply(ev.Discarded(index=index, reason=f"{outcome} ({reason}) of an old try"))
                 return False
+            maker = entry.replica if entry is not None else ""
             changed = self._apply(ev.Ended(index=index, outcome=outcome, reason=reason)) is Effect.CHANGED
             if changed:
                 self.buffer.drop(index)
                 self._fruitless.ended(outcome, reason)
+                if outcome == "filtered" and maker:
+                    self.admitter.routing.made(maker)
             return changed
 
     def retry(self, index: int, reason: str, attempt: int) -> bool:
@@ -180,12 +183,15 @@ class ReplayState:
     def add_replica(self, replica: str, step: int) -> None:
         """A replica that serves version `step` joins."""
         with self._writing():
-            self._apply(ev.ReplicaJoined(replica=replica, step=step))
+            others = [name for name in self.ledger.replicas if name != replica]
+            if self._apply(ev.ReplicaJoined(replica=replica, step=step)) is Effect.CHANGED:
+                self.admitter.routing.joined(replica, others)
 
     def remove_replica(self, replica: str) -> None:
         """A replica is gone. What it had in flight waits for another, under the same index and prompt."""
         with self._writing():
             self._apply(ev.ReplicaLeft(replica=replica))
+            self.admitter.routing.left(replica)
 
     # Learner side.
 
@@ -284,12 +290,15 @@ class ReplayState:
         if prompt_id != group.prompt_id or self.ledger.is_dead(group.samples.versions):
             self._discard(group.index)
             return False
+        maker = entry.replica if entry is not None else ""
         effect = self._apply(
             ev.Ready(index=group.index, num_tokens=group.samples.num_tokens, oldest_step=group.oldest_step())
         )
         if effect is Effect.CHANGED:
             self.buffer.put(group)
             self._fruitless.ready()
+            if maker:
+                self.admitter.routing.made(maker)
         return effect is Effect.CHANGED
 
     def _discard(self, index: int) -> None:

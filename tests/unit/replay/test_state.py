@@ -74,12 +74,32 @@ def test_depth_is_given_once_and_again_only_after_a_pull() -> None:
 
 def test_a_replica_that_is_slow_to_pull_does_not_idle_the_other() -> None:
     state = replay(num=2, replicas=2, max_staleness=1)
-    put(state, state.admit("r0", 100))
+    put(state, state.admit("r0", 100) + state.admit("r1", 100))
     state.take(0)
     state.trained(0)
     state.published(1)
     state.pulled("r1", 1)
-    assert state.admit("r0", 100) == [] and indices(state.admit("r1", 100)) == [4, 5]
+    assert state.admit("r0", 100) == [] and indices(state.admit("r1", 1)) == [4]
+    put(state, [Admission(index=4, prompt_id=PromptId(source="s", epoch=0, index=4), min_step=1, attempt=5)])
+    assert state.admit("r0", 100) == [] and indices(state.admit("r1", 1)) == [5]
+
+
+def test_a_replica_holds_no_more_than_its_speed_is_worth_and_says_so() -> None:
+    state = replay(num=4, replicas=2, max_staleness=1)
+    assert indices(state.admit("r0", 100)) == [0, 1, 2, 3], "before anything is known, half of the depth"
+    assert state.why_no_admission("r0") == "r0 has 4 groups in flight, as many as its measured speed is worth"
+    assert indices(state.admit("r1", 100)) == [4, 5, 6, 7]
+
+
+def test_failing_quickly_earns_a_replica_no_groups() -> None:
+    state = replay(num=4, replicas=2, max_staleness=1)
+    for _ in range(20):
+        one = state.admit("r0", 1)[0]
+        state.end(one.index, "failed", "engine", attempt=one.attempt)
+        put(state, state.admit("r1", 1))
+        if state.take(state.ledger.next_step) is not None:
+            step_of(state, state.ledger.next_step - 1)
+    assert state.admitter.fair_share("r0") == 1
 
 
 def test_a_filtered_group_frees_its_slot_at_once() -> None:
@@ -401,7 +421,7 @@ def test_what_dead_weights_made_is_discarded_after_a_restore(tmp_path) -> None:
     step_of(state, 1)
     late = state.admit("r0", 1)[0]
     resumed = resume(journal, step=1, num=1, max_staleness=1)
-    assert indices(resumed.admit("r0", 100)) == [1, 2]
+    assert indices(resumed.admit("r0", 1) + resumed.admit("r1", 1)) == [1, 2]
     made_by_version_2 = make_group(late.index, late.prompt_id, [[2]])
     assert resumed.put([made_by_version_2]) == 0 and resumed.state()["groups/late"] == 1
     assert indices(resumed.admit("r1", 100)) == [2], "it might have been the awaited result, so it is made anew"
