@@ -32,6 +32,8 @@ class Ledger:
         self.taken: dict[int, tuple[int, ...]] = {}
         """Groups of each step that is taken and not trained."""
         self.counts: Counter[State] = Counter()
+        self.in_flight: Counter[str] = Counter()
+        """Groups in flight on each replica."""
         self.outcomes: Counter[str] = Counter()
         self.reasons: Counter[tuple[str, str]] = Counter()
         """Ended groups by (outcome, reason), but for the trained."""
@@ -135,6 +137,7 @@ class Ledger:
             raise StalenessError(f"Group {event.index} is {entry.state}: it cannot be given to {event.replica}.")
         self._move(entry, State.IN_FLIGHT)
         entry.replica, entry.floor = event.replica, event.step
+        self.in_flight[event.replica] += 1
         entry.num_starts += 1
         self.num_attempts += 1
         entry.attempt = self.num_attempts
@@ -315,6 +318,8 @@ class Ledger:
         """Change the state and every count that follows from it."""
         if entry.state is State.READY:
             del self.ready[entry.index]
+        elif entry.state is State.IN_FLIGHT:
+            self.in_flight[entry.replica] -= 1
         if entry.state in UNTAKEN and state not in UNTAKEN:
             del self.untaken[bisect_left(self.untaken, entry.index)]
             self.queue_tokens -= entry.num_tokens
