@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from forge_async.actors.forge_actor import ActorHandle, ForgeActor, concurrent_endpoint
 from forge_async.core.errors import ForgeError
-from forge_async.core.records import Prompt
+from forge_async.core.records import Group, Prompt
 from forge_async.observe.process_stats import own_stats
 from forge_async.pipeline.evaluate import evaluate
-from forge_async.pipeline.make_groups import GroupMaker, MadeGroup
+from forge_async.pipeline.hand_over import make_and_hand_over
+from forge_async.pipeline.make_groups import GroupMaker
 from forge_async.pipeline.ports import Admission, GroupRecord, WorkerReport
 from forge_async.policy.ports import GenerationRequest, GenerationResult, Sampling
 from forge_async.policy.settings import SamplingSettings
@@ -48,7 +49,7 @@ class RolloutActor(ForgeActor):
     def __init__(self, plan: RolloutPlan) -> None:
         self._plan = plan
         self._replicas: dict[str, _RemotePolicy] = {}
-        self._replay: ActorHandle | None = None
+        self._replay: _RemoteSink | None = None
         self._evaluator: ProcessRewardPool | None = None
 
     async def setup(self) -> None:
@@ -97,22 +98,14 @@ class RolloutActor(ForgeActor):
     async def connect(self, replicas: dict[str, ActorHandle], replay: ActorHandle) -> None:
         """Learn who generates and who keeps groups."""
         self._replicas = {name: _RemotePolicy(handle) for name, handle in replicas.items()}
-        self._replay = replay
+        self._replay = _RemoteSink(replay)
 
     @concurrent_endpoint
     async def make(self, admissions: Sequence[Admission], replica: str) -> list[GroupRecord]:
         """Make groups on a replica, hand them over as they are done, and return a small record of each."""
         if self._replay is None:
             raise ForgeError("The rollout worker is not connected.")
-        records: list[GroupRecord] = []
-        async for batch in self._maker.make(admissions, self._replicas[replica]):
-            for made in batch:
-                if made.filtered:
-                    await self._replay.end.call_one(made.group.index, "filtered", made.filtered, made.attempt)
-            if keep := [made.group for made in batch if not made.filtered]:
-                await self._replay.put.call_one(keep)
-            records += [_record(made, replica) for made in batch]
-        return records
+        return await make_and_hand_over(self._maker, admissions, self._replicas[replica], replica, self._replay)
 
     @concurrent_endpoint
     async def evaluate(self, num_prompts: int, replica: str, name: str) -> tuple[float, list[int]]:
@@ -155,21 +148,14 @@ class _RemotePolicy:
         return await self._handle.collect.call_one(ticket, linger_s)
 
 
-def _record(made: MadeGroup, replica: str) -> GroupRecord:
-    steps = made.group.samples.versions.steps
-    sampled = steps[steps >= 0]
-    return GroupRecord(
-        index=made.group.index,
-        prompt_id=str(made.group.prompt_id),
-        replica=replica,
-        filtered=made.filtered,
-        generated_s=made.generated_s,
-        scored_s=made.scored_s,
-        num_tokens=made.group.samples.num_tokens,
-        completion_tokens=made.num_tokens,
-        versions=(int(sampled.min()), int(sampled.max())) if sampled.size else (0, 0),
-        reward_mean=float(made.group.rewards.mean()),
-        prompt=made.prompt_text,
-        completion=made.completions[0],
-        reward=float(made.group.rewards[0]),
-    )
+class _RemoteSink:
+    """The replay actor as a GroupSink."""
+
+    def __init__(self, handle: ActorHandle) -> None:
+        self._handle = handle
+
+    async def put(self, groups: Sequence[Group]) -> None:
+        await self._handle.put.call_one(groups)
+
+    async def end(self, index: int, outcome: str, reason: str, attempt: int) -> None:
+        await self._handle.end.call_one(index, outcome, reason, attempt)

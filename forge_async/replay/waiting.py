@@ -34,7 +34,7 @@ class WaitingReplay:
         """Set, and replaced by a new one, at the next change."""
 
     async def admit(self, replica: str, max_groups: int, deadline_s: float | None = None) -> list[Admission]:
-        """Groups for a replica to make, at least one; none only when the run is closed.
+        """Groups for a replica to make, at least one and at most its fair share; none only when the run is closed.
 
         Raises StallError after `deadline_s` seconds, saying what stands in the way, unless the steps to come need no
         more groups: then the wait goes on until the last step is done.

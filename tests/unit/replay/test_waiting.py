@@ -146,12 +146,44 @@ def test_a_dead_replica_s_groups_wake_the_others():
         one = replay(max_staleness=1, groups_per_step=1)
         for name in ("a", "b"):
             await one.add_replica(name, 0)
-        lost = await one.admit("a", 9)
+        lost, _ = await one.admit("a", 9), await one.admit("b", 9)
         waiting = asyncio.create_task(one.admit("b", 9))
         await asyncio.sleep(1.0)
         assert not waiting.done()
         await one.remove_replica("a")
         assert [admission.index for admission in await waiting] == [admission.index for admission in lost]
+
+    run_virtually(scenario())
+
+
+def test_who_asks_first_leaves_the_others_their_share():
+    async def scenario():
+        one = replay(max_staleness=1, groups_per_step=4)
+        for name in ("a", "b"):
+            await one.add_replica(name, 0)
+        first = await one.admit("a", 9)
+        assert [admission.index for admission in first] == [0, 1, 2, 3], "half of the depth of 8"
+        again = asyncio.create_task(one.admit("a", 9))
+        await asyncio.sleep(1.0)
+        assert not again.done()
+        assert [admission.index for admission in await one.admit("b", 1)] == [4], "b takes its time"
+        await make(one, first[:2])
+        assert [admission.index for admission in await again] == [5, 6, 7], "only a has made groups: 3/4 of 6 are its"
+
+    run_virtually(scenario())
+
+
+def test_nothing_is_kept_for_a_replica_that_is_two_versions_behind():
+    async def scenario():
+        one = replay(max_staleness=1, groups_per_step=4)
+        for name in ("a", "hung"):
+            await one.add_replica(name, 0)
+        for number in range(2):
+            while len(one.inner.ledger.ready) < 4:
+                given = await one.admit("a", 9)
+                await make(one, given, step=number)
+            await step(one, number, replica="a")
+        assert len(await one.admit("a", 9)) == 4 - len(one.inner.ledger.ready) + 4
 
     run_virtually(scenario())
 

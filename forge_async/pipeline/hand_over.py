@@ -1,0 +1,53 @@
+"""From a worker's finished groups to the replay actor, and the small records that the controller keeps of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from forge_async.core.records import Group
+from forge_async.pipeline.make_groups import GroupMaker, MadeGroup
+from forge_async.pipeline.ports import Admission, GroupRecord, PolicyClient
+
+
+class GroupSink(Protocol):
+    """Where groups go: the replay actor, from the side of a rollout worker."""
+
+    async def put(self, groups: Sequence[Group]) -> Any: ...
+    async def end(self, index: int, outcome: str, reason: str, attempt: int) -> Any: ...
+
+
+async def make_and_hand_over(
+    maker: GroupMaker, admissions: Sequence[Admission], policy: PolicyClient, replica: str, sink: GroupSink
+) -> list[GroupRecord]:
+    """Make groups on a replica, hand each over as soon as it is done, and return a small record of each."""
+    records: list[GroupRecord] = []
+    async for batch in maker.make(admissions, policy):
+        for made in batch:
+            if made.filtered:
+                await sink.end(made.group.index, "filtered", made.filtered, made.attempt)
+        if keep := [made.group for made in batch if not made.filtered]:
+            await sink.put(keep)
+        records += [record_of(made, replica) for made in batch]
+    return records
+
+
+def record_of(made: MadeGroup, replica: str) -> GroupRecord:
+    """What the controller is told of a group."""
+    steps = made.group.samples.versions.steps
+    sampled = steps[steps >= 0]
+    return GroupRecord(
+        index=made.group.index,
+        prompt_id=str(made.group.prompt_id),
+        replica=replica,
+        filtered=made.filtered,
+        generated_s=made.generated_s,
+        scored_s=made.scored_s,
+        num_tokens=made.group.samples.num_tokens,
+        completion_tokens=made.num_tokens,
+        versions=(int(sampled.min()), int(sampled.max())) if sampled.size else (0, 0),
+        reward_mean=float(made.group.rewards.mean()),
+        prompt=made.prompt_text,
+        completion=made.completions[0],
+        reward=float(made.group.rewards[0]),
+    )
