@@ -28,6 +28,8 @@ def titan_learner(
     lr: float = 1e-3,
     temperature: float = 1.0,
     publish_dtype: str = "float32",
+    objective: dict[str, Any] | None = None,
+    correction: str = "token_is",
 ) -> Any:
     """A rank of a torchtitan learner; one made before in this process is closed."""
     os.environ.update(
@@ -35,14 +37,14 @@ def titan_learner(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
     from forge_async.backends.titan_learner import TitanLearner
-    from forge_async.learner.losses import objective_loss
+    from forge_async.learner.loss import objective_loss
     from forge_async.learner.settings import LearnerSettings, ObjectiveSettings, OptimizerSettings
 
     if _learners:
         _learners.pop().close()
     learner = TitanLearner(
         Path(folder),
-        loss=objective_loss(ObjectiveSettings(), "token"),
+        loss=objective_loss(ObjectiveSettings(**(objective or {})), correction),
         learner=LearnerSettings(ranks=ranks, row_tokens=row_tokens, micro_batch_tokens=micro_batch_tokens),
         optimizer=OptimizerSettings(lr=lr, warmup_steps=0),
         total_steps=10,

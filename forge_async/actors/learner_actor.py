@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,8 +17,9 @@ from forge_async.core.errors import LearnerError
 from forge_async.core.records import Samples
 from forge_async.core.versions import PolicyVersion
 from forge_async.learner.batch import split_samples
+from forge_async.learner.objectives.user import absolute_reference
 from forge_async.learner.ports import StepResult
-from forge_async.learner.settings import LearnerSettings, ObjectiveSettings, OptimizerSettings
+from forge_async.learner.settings import CorrectionSettings, LearnerSettings, ObjectiveSettings, OptimizerSettings
 from forge_async.observe.process_stats import own_stats
 from forge_async.pipeline.ports import LearnerStep, Spans
 from forge_async.weights.manifest import Manifest, Shard, build_manifest
@@ -44,6 +45,7 @@ class LearnerPlan:
     """None trains by cross-entropy on demonstrations."""
     correction: str = "token_is"
     """As `async.correction`."""
+    correction_settings: CorrectionSettings = field(default_factory=CorrectionSettings)
     seed: int = 0
     temperature: float = 1.0
     """The sampler's."""
@@ -53,13 +55,15 @@ class LearnerPlan:
     @classmethod
     def of(cls, config: Config, model_folder: str) -> LearnerPlan:
         """What a run's configuration asks for."""
+        objective = config.whole_objective()
         return cls(
             model_folder=model_folder,
             total_steps=config.root.steps,
             learner=config.learner,
             optimizer=config.optimizer,
-            objective=config.objective,
+            objective=replace(objective, name=absolute_reference(objective.name)),
             correction=config.asynchrony.correction,
+            correction_settings=config.correction,
             seed=config.root.seed,
             temperature=config.sampling.temperature,
             publish_dtype=config.policy.dtype,
@@ -212,10 +216,13 @@ class LearnerActor(ForgeActor):
 
     def _build(self) -> None:
         from forge_async.backends.titan_learner import TitanLearner
-        from forge_async.learner.losses import cross_entropy_loss, objective_loss
+        from forge_async.learner.loss import objective_loss, supervised_loss
 
         plan = self._plan
-        loss = objective_loss(plan.objective, plan.correction) if plan.objective else cross_entropy_loss
+        if plan.objective is None:
+            loss = supervised_loss()
+        else:
+            loss = objective_loss(plan.objective, plan.correction, plan.correction_settings)
         self._learner = TitanLearner(
             Path(plan.model_folder),
             loss=loss,

@@ -91,12 +91,12 @@ def _learner_logits(folder: Path, prompts: Sequence[np.ndarray]) -> list[torch.T
     """float32 [T, V] of each prompt, by a learner of one rank built as a run builds it."""
     _be_the_only_rank()
     from forge_async.backends.titan_learner import TitanLearner
-    from forge_async.learner.losses import cross_entropy_loss
+    from forge_async.learner.loss import supervised_loss
 
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # random numbers on a CPU mesh: none are drawn
         learner = TitanLearner(
             folder,
-            loss=cross_entropy_loss,
+            loss=supervised_loss(),
             learner=LearnerSettings(),
             optimizer=OptimizerSettings(warmup_steps=0),
             total_steps=1,

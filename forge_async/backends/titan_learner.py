@@ -11,42 +11,37 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from forge_async.backends import titan_cpu
-from forge_async.backends.titan_models import model_spec
 
 # isort: split
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.functional import cross_entropy
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
-from torchtitan.config import (
-    TORCH_DTYPE_MAP,
-    CommConfig,
-    CompileConfig,
-    DebugConfig,
-    ParallelismConfig,
-    TrainingConfig,
-)
+from torchtitan.config import CommConfig, DebugConfig, ParallelismConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan_distributed
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.tools import utils as titan_utils
 
+from forge_async.backends.titan_build import load_model
 from forge_async.core.errors import ConfigError, NonFiniteError
 from forge_async.core.versions import PolicyVersion
 from forge_async.learner.batch import Share
-from forge_async.learner.losses import LossFunction, LossTerms
+from forge_async.learner.counts import Counts
+from forge_async.learner.figures import step_figures
+from forge_async.learner.inputs import LossInputs
+from forge_async.learner.loss import Loss, LossTerms
 from forge_async.learner.ports import StepResult
-from forge_async.learner.rows import Rows, build_micro_batches, empty_rows, sequence_rows
+from forge_async.learner.rows import COLUMNS, Rows, build_micro_batches, empty_rows, sequence_rows
 from forge_async.learner.settings import LearnerSettings, OptimizerSettings
+from forge_async.learner.totals import NOBODY, StepTotals, first_bad_sample, not_finite
 from forge_async.weights.manifest import Shard
 from forge_async.weights.packing import LocalShard, pack
 
@@ -63,7 +58,7 @@ class TitanLearner:
         self,
         model_folder: Path,
         *,
-        loss: LossFunction,
+        loss: Loss,
         learner: LearnerSettings,
         optimizer: OptimizerSettings,
         total_steps: int,
@@ -93,10 +88,7 @@ class TitanLearner:
         self._device = titan_utils.get_local_device()
         titan_utils.device_module.set_device(self._device)
         self._dims, self._in_context = self._set_up_distributed(seed)
-        spec = model_spec(model_folder)
-        self._model = self._build_model(spec)
-        self._adapter = spec.state_dict_adapter(spec.model, None)  # pyright: ignore[reportOptionalCall]
-        self._load_folder(model_folder)
+        self._model, self._adapter = load_model(model_folder, learner, self._parallelism, self._dims, self._device)
         self._optimizer = default_adamw(
             lr=optimizer.lr, betas=(optimizer.beta1, optimizer.beta2), weight_decay=optimizer.weight_decay
         ).build(model_parts=[self._model])
@@ -121,30 +113,31 @@ class TitanLearner:
         return mesh.get_local_rank() if mesh is not None else 0
 
     def train(self, share: Share) -> StepResult:
-        begun = time.perf_counter()
+        begun, counts = time.perf_counter(), share.counts
         batches = build_micro_batches(share.samples, self._settings.row_tokens, self._settings.micro_batch_tokens)
         batches += [empty_rows()] * (self._most_over_ranks(len(batches)) - len(batches))
-        denominator = max(share.num_loss_tokens, 1)
-        totals = torch.zeros(5, dtype=torch.float64)
+        totals, blamed = StepTotals(), NOBODY
         for rows in batches:
-            terms = self._forward_backward(rows, denominator)
-            totals[:3] += torch.stack([terms.loss_sum.detach(), terms.clipped_tokens, terms.kl_sum]).cpu()
-            totals[3] = max(float(totals[3]), float(terms.logprob_diff_max))
-            totals[4] += rows.token_ids.size
-        loss_sum, clipped, kl_sum, row_tokens = self._sum_over_ranks(totals[[0, 1, 2, 4]])
-        grad_norm = self._apply_gradients(loss_sum / denominator, share)
+            terms = self._forward_backward(rows, counts)
+            if not totals.add(terms, rows.token_ids.size) and blamed == NOBODY:
+                blamed = first_bad_sample(terms, rows, share)
+        sums = dict(zip(totals.sums, self._sum_over_ranks(totals.sum_values()), strict=True))
+        maxima = {name: self._max_over_ranks(value) for name, value in totals.maxima.items()}
+        loss = sum(value for name, value in sums.items() if name.startswith("loss/"))
+        grad_norm = self._apply_gradients(loss, share, blamed)
         self.version = self.version.next()
         return StepResult(
             version=self.version,
-            loss=loss_sum / denominator,
+            loss=loss,
             grad_norm=grad_norm,
             lr=self._last_lr,
-            num_loss_tokens=share.num_loss_tokens,
-            num_row_tokens=int(row_tokens),
-            clip_fraction=clipped / denominator,
-            mismatch_kl=kl_sum / denominator,
-            logprob_diff_max=self._max_over_ranks(float(totals[3])),
+            num_loss_tokens=counts.num_loss_tokens,
+            num_row_tokens=int(sums["row_tokens"]),
+            clip_fraction=sums["clipped"] / max(counts.num_loss_tokens, 1),
+            mismatch_kl=sums["mismatch_kl"] / max(counts.num_loss_tokens, 1),
+            logprob_diff_max=maxima["logprob_diff"],
             compute_s=time.perf_counter() - begun,
+            figures=step_figures(sums, maxima, counts),
         )
 
     def snapshot(self) -> tuple[tuple[Shard, ...], torch.Tensor]:
@@ -195,48 +188,8 @@ class TitanLearner:
         titan_distributed.set_determinism(dims, self._device, DebugConfig(seed=seed), distinct_seed_mesh_dims=["pp"])
         return dims, titan_distributed.get_spmd_context(parallel_dims=dims)
 
-    def _build_model(self, spec: Any) -> torch.nn.Module:
-        training = TrainingConfig(mixed_precision_param=self._settings.dtype)  # pyright: ignore[reportArgumentType]
-        spec.model.update_from_config(config=SimpleNamespace(parallelism=self._parallelism, training=training))
-        with torch.device("meta"), titan_utils.set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
-            model = spec.model.build()
-        recompute = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
-        model = spec.parallelize_fn(
-            model,
-            parallel_dims=self._dims,
-            training=training,
-            parallelism=self._parallelism,
-            compile_config=CompileConfig(enable=self._settings.compile),
-            ac_config=recompute[self._settings.activation_checkpointing],
-            dump_folder="",
-        )
-        if titan_cpu.ON_CPU:
-            titan_cpu.allow_gloo_reduction(model)
-        model.to_empty(device=self._device.type)
-        with torch.no_grad():
-            model.init_states(buffer_device=None)
-        return model.train()
-
-    def _load_folder(self, folder: Path) -> None:
-        loaded = self._adapter.from_hf(_read_safetensors(folder))
-        own = self._model.state_dict()
-        missing = sorted(set(own) - set(loaded))
-        if missing:
-            raise ConfigError(f"model.path={folder} lacks weights for {missing[0]} and {len(missing) - 1} more.")
-        with torch.no_grad():
-            for name, parameter in own.items():
-                value = loaded[name].to(device=self._device, dtype=parameter.dtype)
-                if tuple(value.shape) != tuple(parameter.shape):
-                    raise ConfigError(
-                        f"model.path={folder}: {name} has shape {tuple(value.shape)}, and config.json says "
-                        f"{tuple(parameter.shape)}."
-                    )
-                if isinstance(parameter, DTensor):
-                    value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
-                parameter.copy_(value)
-
     def _to_device(self, rows: Rows) -> dict[str, torch.Tensor]:
-        columns = {name: torch.from_numpy(getattr(rows, name)) for name in Rows.__dataclass_fields__}
+        columns = {name: torch.from_numpy(getattr(rows, name)) for name in COLUMNS}
         return {name: column.to(self._device) for name, column in columns.items()}
 
     def _logprobs(self, columns: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -253,15 +206,26 @@ class TitanLearner:
             positions.shape
         )
 
-    def _forward_backward(self, rows: Rows, denominator: int) -> LossTerms:
+    def _forward_backward(self, rows: Rows, counts: Counts) -> LossTerms:
         columns = self._to_device(rows)
         with self._in_context():
-            logprobs = self._logprobs(columns)
-            terms = self._loss(logprobs, columns["behaviour_logprobs"], columns["advantages"], columns["mask"])
-            (terms.loss_sum / denominator).backward()
+            terms = self._loss(self._inputs(columns, rows.num_segments), counts)
+            terms.loss.backward()
         return terms
 
-    def _apply_gradients(self, loss: float, share: Share) -> float:
+    def _inputs(self, columns: dict[str, torch.Tensor], num_segments: int) -> LossInputs:
+        return LossInputs(
+            logprobs=self._logprobs(columns),
+            behaviour_logprobs=columns["behaviour_logprobs"],
+            anchor_logprobs=columns["behaviour_logprobs"],
+            advantages=columns["advantages"],
+            mask=columns["mask"],
+            segments=columns["segments"],
+            num_segments=num_segments,
+            ages=(self.version.step - columns["steps"]).clamp(min=0) * (columns["steps"] >= 0),
+        )
+
+    def _apply_gradients(self, loss: float, share: Share, blamed: tuple[int, int]) -> float:
         """Clip and step, unless loss or gradient is not finite. Returns the norm before clipping."""
         norm = titan_distributed.clip_grad_norm_(
             list(self._model.parameters()),
@@ -277,12 +241,8 @@ class TitanLearner:
             self._schedule.step()
         self._optimizer.zero_grad()
         if not finite:
-            groups = share.group_indices
-            whose = f" over groups {groups[0]}..{groups[-1]}" if groups else ""
-            raise NonFiniteError(
-                f"Step {self.version.step}: loss={loss} and gradient norm={float(norm)}{whose} are not finite; the "
-                "weights were left as they were. Lower optimizer.lr, or look at these samples in rollouts.jsonl.zst."
-            )
+            sample = self._blamed_on_any_rank(blamed)
+            raise NonFiniteError(not_finite(self.version.step, loss, float(norm), share.group_indices, sample))
         return float(norm)
 
     def _named_parameters(self) -> list[tuple[str, Any]]:
@@ -311,6 +271,12 @@ class TitanLearner:
             tensor = parameter.detach()
             yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
+    def _blamed_on_any_rank(self, blamed: tuple[int, int]) -> tuple[int, int]:
+        """One rank's sample for all of them, so that every rank's error says the same."""
+        shift = 2**20  # samples of a group stay below it; float64 holds the pair exactly
+        code = self._most_over_ranks(blamed[0] * shift + blamed[1])
+        return divmod(code, shift) if code >= 0 else NOBODY
+
     def _most_over_ranks(self, value: int) -> int:
         return int(self._max_over_ranks(float(value)))
 
@@ -338,19 +304,6 @@ def _schedule_config(optimizer: OptimizerSettings) -> LRSchedulersContainer.Conf
         decay_type="linear" if constant else optimizer.decay,  # pyright: ignore[reportArgumentType]
         min_lr_factor=optimizer.min_lr_factor,
     )
-
-
-def _read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"model.path={folder} has no .safetensors file; convert the model to safetensors first.")
-    weights: dict[str, torch.Tensor] = {}
-    for file in files:
-        try:
-            weights.update(load_file(file))
-        except Exception as error:  # noqa: BLE001 - safetensors raises its own error type for a damaged file
-            raise ConfigError(f"{file} cannot be read as safetensors: {error}.") from error
-    return weights
 
 
 def _holds_first_copy(tensor: DTensor) -> bool:

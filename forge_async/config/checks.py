@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Iterator
 
@@ -14,6 +15,7 @@ from forge_async.config.presets import PRESETS
 from forge_async.config.schema import Config
 from forge_async.core.errors import ConfigError
 from forge_async.policy.concurrency import concurrency_limit
+from forge_async.learner.settings import OBJECTIVES
 from forge_async.replay.bound import effective
 
 
@@ -55,6 +57,47 @@ def age_is_corrected(config: Config) -> str | None:
     return None
 
 
+def objective_is_known(config: Config) -> str | None:
+    """`objective.name` is one of ours, or a reference, which has a colon."""
+    name = config.objective.name
+    if name in OBJECTIVES or ":" in name:
+        return None
+    near = difflib.get_close_matches(name, OBJECTIVES, n=1)
+    meant = f"did you mean objective.name={near[0]}?" if near else f"use one of {', '.join(OBJECTIVES)}."
+    return f"objective.name={name} is no objective, nor a function as file.py:function; {meant}"
+
+
+def loss_has_a_term(config: Config) -> str | None:
+    """Something must be minimised."""
+    objective = config.objective
+    if objective.weight == 0 and not (objective.kl_weight or objective.entropy_weight or objective.teacher):
+        return "objective.weight=0 leaves nothing to minimise; give objective.teacher, or a weight above 0."
+    return None
+
+
+def divergence_teaches(config: Config) -> str | None:
+    """k1 has no gradient as a loss, and a reward needs no importance weight."""
+    objective = config.objective
+    if objective.kl_weight == 0:
+        return None
+    if objective.kl_place == "loss" and objective.kl_kind == "k1":
+        return "objective.kl_kind=k1 has a gradient of 0 on average with objective.kl_place=loss; use k2, k3 or k3_is."
+    if objective.kl_place == "reward" and objective.kl_kind == "k3_is":
+        return "objective.kl_kind=k3_is is for objective.kl_place=loss; with objective.kl_place=reward use k1 or k3."
+    return None
+
+
+def overlong_fits(config: Config) -> str | None:
+    """The last tokens before the limit are at most all of them."""
+    over, limit = config.advantage.overlong_tokens, config.sampling.max_new_tokens
+    if over > limit:
+        return (
+            f"advantage.overlong_tokens={over} is more than sampling.max_new_tokens={limit}; "
+            f"use advantage.overlong_tokens={limit} or less."
+        )
+    return None
+
+
 def dials_agree(config: Config) -> str | None:
     """Staleness, window, order, publication and buffer leave room for a batch, by the replay room's own arithmetic."""
     try:
@@ -89,7 +132,7 @@ def batch_divides(config: Config) -> str | None:
 
 def group_has_baseline(config: Config) -> str | None:
     """An advantage is the reward minus the group's mean, which is 0 for a group of one."""
-    if config.root.group_size == 1:
+    if config.root.group_size == 1 and config.advantage.baseline != "none":
         return (
             f"group_size=1 leaves advantage.scale={config.advantage.scale} nothing to compare a rollout with, "
             "so that every advantage is 0; use group_size=2 or more."
@@ -231,6 +274,10 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     preset_is_kept,
     age_is_corrected,
     dials_agree,
+    objective_is_known,
+    loss_has_a_term,
+    divergence_teaches,
+    overlong_fits,
     parallel_divides,
     batch_divides,
     group_has_baseline,

@@ -33,37 +33,46 @@ def prompts_are_there(config: Config) -> str | None:
 def reward_is_there(config: Config) -> str | None:
     """`reward` is file.py:function or package.module:function, and the file or package exists."""
     reward = config.root.reward
-    if not reward:
-        return None
-    place, colon, function = reward.rpartition(":")
+    return _reference_problem(f"reward={reward}", reward) if reward else None
+
+
+def objective_is_there(config: Config) -> str | None:
+    """An objective of the user's own is file.py:function or package.module:function, and the file or package exists."""
+    name = config.objective.name
+    return _reference_problem(f"objective.name={name}", name) if ":" in name else None
+
+
+def _reference_problem(given: str, reference: str) -> str | None:
+    """What keeps a reference to a function from being found; `given` is how the user wrote it, key and value."""
+    place, colon, function = reference.rpartition(":")
     if not colon or not place or not function.isidentifier():
-        return f"reward={reward} names no function; write file.py:function or package.module:function."
+        return f"{given} names no function; write file.py:function or package.module:function."
     if place.endswith(".py") or "/" in place:
-        return _reward_in_file(reward, Path(place), function)
+        return _function_in_file(given, Path(place).expanduser(), function)
     package = place.partition(".")[0]
     try:
         found = bool(package) and importlib.util.find_spec(package) is not None
     except ValueError:  # a module without a spec, such as __main__
         found = False
-    return None if found else f"reward={reward}: there is no package {package}; install it, or give file.py:function."
+    return None if found else f"{given}: there is no package {package}; install it, or give file.py:function."
 
 
-def _reward_in_file(reward: str, path: Path, function: str) -> str | None:
+def _function_in_file(given: str, path: Path, function: str) -> str | None:
     if not path.is_file():
-        return f"reward={reward}: the file {path} does not exist; give file.py:function with a file that does."
+        return f"{given}: the file {path} does not exist; give file.py:function with a file that does."
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError) as error:
         line = f", line {error.lineno}," if isinstance(error, SyntaxError) else ""
-        return f"reward={reward}: {path}{line} is not Python ({error.args[0]}); mend it."
+        return f"{given}: {path}{line} is not Python ({error.args[0]}); mend it."
     except OSError as error:
-        return f"reward={reward}: {path} cannot be read ({error.strerror}); give a file that can."
+        return f"{given}: {path} cannot be read ({error.strerror}); give a file that can."
     names = _top_level_names(tree)
     if names is None or function in names:
         return None
     near = difflib.get_close_matches(function, names, n=1)
     remedy = f"did you mean {path}:{near[0]}?" if near else f"define {function}(...) there."
-    return f"reward={reward}: {path} defines no {function}; {remedy}"
+    return f"{given}: {path} defines no {function}; {remedy}"
 
 
 def _top_level_names(tree: ast.Module) -> set[str] | None:
@@ -95,6 +104,14 @@ def model_is_there(config: Config) -> str | None:
     if not (folder / "config.json").is_file():
         return f"model.path={path} holds no config.json, so it is no model; {remedy}"
     return None
+
+
+def teacher_is_there(config: Config) -> str | None:
+    """The teacher is a folder with a model."""
+    teacher = config.objective.teacher
+    if not teacher or (Path(teacher).expanduser() / "config.json").is_file():
+        return None
+    return f"objective.teacher={teacher} is no folder with a config.json; give a Hugging Face folder on this machine."
 
 
 def run_dir_is_free(config: Config) -> str | None:
@@ -136,7 +153,9 @@ def _may_be_deleted(path: Path) -> str | None:
 DISK_CHECKS: tuple[Callable[[Config], str | None], ...] = (
     prompts_are_there,
     reward_is_there,
+    objective_is_there,
     model_is_there,
+    teacher_is_there,
     run_dir_is_free,
 )
 """Checks of what lies on disk, in the order in which they are told."""

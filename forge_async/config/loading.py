@@ -22,7 +22,7 @@ from omegaconf.errors import (
 
 from forge_async.config.checks import check
 from forge_async.config.not_built import UNBUILT_WORDS
-from forge_async.config.presets import PRESETS
+from forge_async.config.presets import ALL_PRESETS
 from forge_async.config.schema import KEYS, SECTIONS, Config, attribute
 from forge_async.config.sources import Entry, file_layer, find_config, known_key, override_layer, show
 from forge_async.core.errors import ConfigError
@@ -202,6 +202,10 @@ def _unresolved(name: str, error: OmegaConfBaseException) -> str:
 
 
 def _preset(values: Mapping[str, Any], last: Mapping[str, int]) -> dict[str, Any]:
-    """What `async.buffer` sets: dials that the user did not give in the same or a later file or command line."""
-    preset = PRESETS.get(values["async.buffer"], {})
-    return {name: value for name, value in preset.items() if last.get(name, -1) < last.get("async.buffer", -1)}
+    """What words set for other keys, where the user did not give those in the same or a later file or command line."""
+    return {
+        name: value
+        for key, presets in ALL_PRESETS.items()
+        for name, value in presets.get(values[key], {}).items()
+        if last.get(name, -1) < last.get(key, -1)
+    }

@@ -14,7 +14,13 @@ from omegaconf import OmegaConf
 
 from forge_async.config.job import JobSettings
 from forge_async.config.root import RootSettings
-from forge_async.learner.settings import LearnerSettings, ModelSettings, ObjectiveSettings, OptimizerSettings
+from forge_async.learner.settings import (
+    CorrectionSettings,
+    LearnerSettings,
+    ModelSettings,
+    ObjectiveSettings,
+    OptimizerSettings,
+)
 from forge_async.observe.settings import ObserveSettings
 from forge_async.pipeline.settings import CheckpointSettings, EvalSettings, RunSettings, SftSettings
 from forge_async.policy.settings import PolicySettings, SamplingSettings
@@ -34,6 +40,7 @@ SECTIONS: dict[str, type] = {
     "objective": ObjectiveSettings,
     "advantage": AdvantageSettings,
     "async": AsyncSettings,
+    "correction": CorrectionSettings,
     "learner": LearnerSettings,
     "policy": PolicySettings,
     "weights": WeightsSettings,
@@ -56,6 +63,7 @@ TITLES: dict[str, str] = {
     "objective": "the loss",
     "advantage": "rewards to advantages",
     "async": "the dials of asynchrony",
+    "correction": "the numbers of async.correction",
     "learner": "the learner's processes",
     "policy": "the engines that generate",
     "weights": "how weights travel",
@@ -149,6 +157,8 @@ class Config:
     """Keys under `advantage`."""
     asynchrony: AsyncSettings = field(default_factory=AsyncSettings)
     """Keys under `async`, which is a keyword of Python."""
+    correction: CorrectionSettings = field(default_factory=CorrectionSettings)
+    """Keys under `correction`."""
     learner: LearnerSettings = field(default_factory=LearnerSettings)
     """Keys under `learner`."""
     policy: PolicySettings = field(default_factory=PolicySettings)
@@ -186,6 +196,11 @@ class Config:
         return dataclasses.replace(
             self, **{name: dataclasses.replace(getattr(self, name), **fields) for name, fields in changes.items()}
         )
+
+    def whole_objective(self) -> ObjectiveSettings:
+        """The objective's settings with the length limit filled in where it stands for a constant."""
+        tokens = self.objective.constant_tokens or self.sampling.max_new_tokens
+        return dataclasses.replace(self.objective, constant_tokens=tokens)
 
     def to_yaml(self) -> str:
         """Return YAML that names every key with its value; loading it again gives an equal Config."""

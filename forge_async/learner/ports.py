@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ class StepResult:
     version: PolicyVersion
     """The version that the step produced."""
     loss: float
-    """Mean over the tokens that were trained on."""
+    """Of the whole batch: the weighted sum of its components, each over its own denominator."""
     grad_norm: float
     """Before clipping."""
     lr: float
@@ -36,6 +36,8 @@ class StepResult:
     """Largest |current - sampler| log-probability of a token."""
     compute_s: float
     """Seconds of forward, backward and optimiser on this rank."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """What else the objective and the correction measured, by its name in the metrics row."""
 
 
 class Learner(Protocol):

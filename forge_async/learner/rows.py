@@ -8,7 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from forge_async.core.records import Samples
+from forge_async.core.versions import NOT_SAMPLED
 from forge_async.learner.packing import micro_batches, pack_rows
+
+COLUMNS = ("token_ids", "positions", "targets", "mask", "behaviour_logprobs", "advantages", "steps", "segments")
+"""The fields of Rows that are arrays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +31,17 @@ class Rows:
     """float32 [B, L], the sampler's log-probability of the next token."""
     advantages: np.ndarray
     """float32 [B, L], of the next token."""
+    steps: np.ndarray
+    """int64 [B, L], learner step of the version that made the next token; NOT_SAMPLED outside the mask."""
+    segments: np.ndarray
+    """int64 [B, L], number of the sample inside the micro-batch, from 0; the padding is the last."""
+    sample_indices: tuple[int, ...] = ()
+    """Which sample of the share each segment is; the padding has none."""
+
+    @property
+    def num_segments(self) -> int:
+        """Samples, and one for the padding."""
+        return len(self.sample_indices) + 1
 
 
 def build_micro_batches(samples: Samples | None, row_tokens: int, micro_batch_tokens: int) -> list[Rows]:
@@ -51,6 +66,8 @@ def empty_rows() -> Rows:
         mask=nothing,
         behaviour_logprobs=nothing,
         advantages=nothing,
+        steps=zeros + NOT_SAMPLED,
+        segments=zeros,
     )
 
 
@@ -74,6 +91,8 @@ def sequence_rows(sequences: Sequence[np.ndarray]) -> Rows:
         mask=mask,
         behaviour_logprobs=nothing,
         advantages=nothing,
+        steps=np.full(shape, NOT_SAMPLED, np.int64),
+        segments=np.zeros(shape, np.int64),
     )
 
 
@@ -83,6 +102,9 @@ def _fill(samples: Samples, rows: list[list[int]]) -> Rows:
     shape = (len(rows), width)
     token_ids, positions, targets = (np.zeros(shape, np.int64) for _ in range(3))
     mask, behaviour, advantages = (np.zeros(shape, np.float32) for _ in range(3))
+    order = tuple(index for row in rows for index in row)
+    steps, segments = np.full(shape, NOT_SAMPLED, np.int64), np.full(shape, len(order), np.int64)
+    made_by, numbers = samples.versions.per_token_steps(), iter(range(len(order)))
     for b, row in enumerate(rows):
         column = 0
         for index in row:
@@ -95,6 +117,8 @@ def _fill(samples: Samples, rows: list[list[int]]) -> Rows:
             mask[b, ahead] = samples.loss_mask[start + 1 : stop]
             behaviour[b, ahead] = samples.logprobs[start + 1 : stop]
             advantages[b, ahead] = samples.advantages[start + 1 : stop]
+            steps[b, ahead] = np.where(samples.loss_mask[start + 1 : stop], made_by[start + 1 : stop], NOT_SAMPLED)
+            segments[b, here] = next(numbers)
             column += count
         positions[b, column:] = np.arange(width - column)
     return Rows(
@@ -104,4 +128,7 @@ def _fill(samples: Samples, rows: list[list[int]]) -> Rows:
         mask=mask,
         behaviour_logprobs=behaviour,
         advantages=advantages,
+        steps=steps,
+        segments=segments,
+        sample_indices=order,
     )

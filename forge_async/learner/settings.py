@@ -46,10 +46,66 @@ class OptimizerSettings:
     max_grad_norm: float = setting(1.0, "gradients are scaled down to this norm", low=0.0)
 
 
+OBJECTIVES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp")
+"""The words of `objective.name`; a colon in it makes it a reference to a function."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveSettings:
-    """Keys under `objective`."""
+    """Keys under `objective`. `objective.name` sets those that it needs otherwise; docs/objectives.md has the table."""
 
-    name: str = setting("grpo", "the objective", choices=("grpo",))
+    name: str = setting(
+        "grpo",
+        "the objective: grpo, dr_grpo, dapo, gspo, cispo, rloo or reinforce_pp, or a function of your own as "
+        "file.py:function or package.module:function; sets the keys that it needs",
+    )
+    weight: float = setting(1.0, "the objective's weight in the loss; 0 leaves the other terms alone", low=0.0)
+    denominator: str = setting(
+        "tokens",
+        "what the objective's sum over tokens is divided by. tokens: those of the batch; sequence_means: each sample's "
+        "sum by its length, then samples; sequences: samples; constant: samples times objective.constant_tokens",
+        choices=("tokens", "sequence_means", "sequences", "constant"),
+    )
+    constant_tokens: int = setting(
+        0, "length that denominator=constant divides by; 0: sampling.max_new_tokens", unit="tokens", low=0
+    )
     clip_low: float = setting(0.2, "the ratio is clipped below 1 - clip_low", low=0.0, high=1.0)
     clip_high: float = setting(0.28, "the ratio is clipped above 1 + clip_high", low=0.0)
+    normalise_advantages: bool = setting(
+        False, "centre and scale the advantages over the tokens of the whole batch (REINFORCE++)"
+    )
+    dual_clip: float = setting(
+        0.0, "the loss of a negative advantage is at most this many times its size; 0: no such bound", low=0.0
+    )
+    kl_weight: float = setting(
+        0.0, "weight of the divergence from the reference, a copy of the initial model on the learner's mesh", low=0.0
+    )
+    kl_kind: str = setting(
+        "k3",
+        "estimate of the divergence from one sample a token; k3_is weighs k3 by the ratio, for old samples",
+        choices=("k1", "k2", "k3", "k3_is"),
+    )
+    kl_place: str = setting("loss", "where the divergence counts", choices=("loss", "reward"))
+    entropy_weight: float = setting(0.0, "weight of the entropy bonus", low=0.0)
+    entropy_metric: bool = setting(False, "record the entropy though its weight is 0; costs a pass over the logits")
+    teacher: str = setting("", "Hugging Face folder of a teacher with the same tokenizer, to distil from; empty: none")
+    teacher_weight: float = setting(1.0, "weight of the divergence from the teacher, if there is one", low=0.0)
+
+    @property
+    def trains_zero_advantages(self) -> bool:
+        """Whether tokens whose advantage is 0 have a gradient all the same."""
+        return bool(self.kl_weight or self.entropy_weight or self.teacher or self.normalise_advantages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionSettings:
+    """Keys under `correction`. `async.correction` sets those that it needs otherwise."""
+
+    high: float = setting(2.0, "weights are truncated at, or masked above, this importance ratio", low=1.0)
+    low: float = setting(0.5, "weights are masked below this importance ratio", low=0.0, high=1.0)
+    threshold: float = setting(
+        0.01, "off_policy_mask: mean log-ratio of a sample above which it is left out", unit="nats", low=0.0
+    )
+    age_decay: float = setting(
+        1.0, "a token's weight is multiplied by this for each step of its age; 1: not at all", low=0.0, high=1.0
+    )

@@ -84,6 +84,22 @@ EVAL_NEWEST_VERSION = _sometimes("eval/newest_version", "versions", "newest vers
 LEARNING_RATE = _sometimes("optimizer/lr", "", "learning rate of the step")
 COMPLETION_TOKENS = _sometimes("tokens/completion_mean", "tokens", "mean length of the batch's completions")
 TRUNCATED_FRACTION = _sometimes("tokens/truncated_fraction", "", "share of completions cut off by the token limit")
+RATIO_MEAN = _sometimes(
+    "ratio/mean", "", "mean weight of a token in the loss: importance ratio times correction, before clips"
+)
+RATIO_MAX = _sometimes("ratio/max", "", "largest of the same")
+EFFECTIVE_FRACTION = _sometimes(
+    "ratio/effective_fraction", "", "effective sample size of these weights over the loss tokens"
+)
+MASKED_FRACTION = _sometimes("ratio/masked_fraction", "", "share of the loss tokens that the correction left out")
+ENTROPY = _sometimes("policy/entropy", "nats", "mean entropy of the policy at the loss tokens")
+REFERENCE_KL = _sometimes("reference/kl", "nats", "mean divergence from the reference a token, k3")
+TEACHER_KL = _sometimes("teacher/kl", "nats", "mean divergence from the teacher a token, k3")
+LOSS_OBJECTIVE = _sometimes("loss/objective", "", "the objective's part of the loss, where it has several")
+LOSS_KL = _sometimes("loss/kl", "", "the part of the divergence from the reference")
+LOSS_ENTROPY = _sometimes("loss/entropy", "", "the part of the entropy bonus")
+LOSS_TEACHER = _sometimes("loss/teacher", "", "the part of the divergence from the teacher")
+ZERO_ADVANTAGE = _sometimes("advantage/zero_fraction", "", "share of the batch's samples whose advantages are all 0")
 
 REQUIRED = tuple(name for name, metric in METRICS.items() if metric.required)
 """The names that every row has."""

@@ -17,7 +17,7 @@ from forge_async.core.rng import request_seed
 from forge_async.pipeline.ports import Admission, PolicyClient
 from forge_async.policy.ports import GenerationRequest, GenerationResult, Sampling
 from forge_async.prompt.ports import PromptSource, Renderer
-from forge_async.reward.advantages import group_advantages, is_zero_variance
+from forge_async.reward.advantages import is_zero_variance, rollout_advantages, shaped_rewards
 from forge_async.reward.ports import RewardCall, RewardPool
 from forge_async.reward.settings import AdvantageSettings
 from forge_async.rollout.samples import samples_of_turn
@@ -145,8 +145,9 @@ class GroupMaker:
         generated_s: float,
         scored_s: float,
     ) -> MadeGroup:
-        drop = self._advantage.zero_variance == "refill" and is_zero_variance(rewards)
-        advantages = group_advantages(rewards, self._advantage.scale)
+        shaped = shaped_rewards(rewards, completions.lengths, self._sampling.max_new_tokens, self._advantage)
+        drop = self._advantage.zero_variance == "refill" and is_zero_variance(shaped)
+        advantages = rollout_advantages(shaped, completions.truncated, self._advantage)
         return MadeGroup(
             group=Group(
                 index=admission.index,

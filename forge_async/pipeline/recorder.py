@@ -203,6 +203,7 @@ class Recorder:
             names.CLIP_FRACTION: result.clip_fraction,
             names.MISMATCH_KL: result.mismatch_kl,
             names.MISMATCH_LOGPROB_MAX: result.logprob_diff_max,
+            **result.figures,
             names.LEARNER_BUSY: min(1.0, (result.compute_s + first.snapshot_s) / step_s),
             names.LEARNER_WAIT_DATA_S: first.wait_data_s,
             names.POLICY_BUSY: min(1.0, sum(each.service.busy_s for each in stats) / len(stats) / step_s),

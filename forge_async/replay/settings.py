@@ -8,6 +8,10 @@ from forge_async.core.settings import setting
 
 SWAP_MODES = ("keep_kv", "recompute_kv", "abort_resume", "abort_retry", "drain", "blocking")
 BUFFERS = ("none", "double", "bounded", "stream")
+CORRECTIONS = (
+    "token_is", "none", "token_truncated", "token_masked", "icepop", "sequence_truncated", "sequence_masked",
+    "geometric_mask", "off_policy_mask", "aipo", "decoupled", "decoupled_approx", "vtrace",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +54,8 @@ class AsyncSettings:
     fresh_fraction: float = setting(0.0, "share of each batch made wholly by the newest version", low=0.0, high=1.0)
     correction: str = setting(
         "token_is",
-        "importance correction for age: token_is (PPO clip on the sampler's log-probabilities), or none",
-        choices=("token_is", "none"),
+        "how the loss makes up for age and mismatch, docs/objectives.md; token_is: the objective's own ratio is taken "
+        "against the sampler; none: samples count as new; sets the keys of correction.* that it needs",
+        choices=CORRECTIONS,
     )
     force_uncorrected: bool = setting(False, "allow correction=none with max_staleness above 0")

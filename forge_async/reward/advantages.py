@@ -2,33 +2,94 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from forge_async.core.errors import ConfigError
+from forge_async.reward.settings import AdvantageSettings
 
 STD_EPSILON = 1e-4
 """Added to a group's standard deviation, so that nearly equal rewards do not become huge advantages."""
+BASELINES = ("group_mean", "leave_one_out", "none")
+SCALES = ("group_std", "none")
 
 
-def group_advantages(rewards: np.ndarray, scale: str = "group_std") -> np.ndarray:
+def group_advantages(
+    rewards: np.ndarray, scale: str = "group_std", baseline: str = "group_mean", unbiased: bool = True
+) -> np.ndarray:
     """Return float32 [G], the advantage of each rollout of one group.
 
     Args:
         rewards: [G], one finite number for each rollout.
-        scale: "group_std": (r - mean) / (std + 1e-4), with the sample standard deviation (ddof 1), as GRPO does
-            (DeepSeekMath, Shao et al. 2024); "none": r - mean, without the division that favours prompts of low
-            variance (Dr. GRPO, Liu et al. 2025).
+        scale: "group_std": divided by std + 1e-4, as GRPO does (DeepSeekMath, Shao et al. 2024, section 4.1.2);
+            "none": not divided, which would favour prompts of low variance (Dr. GRPO, Liu et al. 2025).
+        baseline: "group_mean": r - mean (GRPO); "leave_one_out": r - mean of the others, which is unbiased (RLOO,
+            Kool et al. 2019); "none": r, for objectives with a baseline of their own.
+        unbiased: the sample standard deviation (ddof 1) rather than the population's (ddof 0).
 
-    A group of one rollout has no baseline but itself and gets advantage 0. Raises ConfigError for another scale.
+    A baseline leaves a group of one rollout, or of equal rewards, exactly 0. Raises ConfigError for another word.
     """
     rewards = np.asarray(rewards, dtype=np.float64)
-    if scale not in ("group_std", "none"):
-        raise ConfigError(f"advantage.scale={scale} is not one of group_std, none.")
-    if is_zero_variance(rewards):
+    _check("advantage.scale", scale, SCALES)
+    _check("advantage.baseline", baseline, BASELINES)
+    if is_zero_variance(rewards) and baseline != "none":
         return np.zeros(len(rewards), dtype=np.float32)
-    centred = rewards - rewards.mean()
-    divisor = rewards.std(ddof=1) + STD_EPSILON if scale == "group_std" else 1.0
-    return (centred / divisor).astype(np.float32)
+    divisor = _std(rewards, unbiased) + STD_EPSILON if scale == "group_std" else 1.0
+    return (_centred(rewards, baseline) / divisor).astype(np.float32)
+
+
+def rollout_advantages(rewards: np.ndarray, truncated: np.ndarray, settings: AdvantageSettings) -> np.ndarray:
+    """float32 [G]: the group's advantages as the settings ask for them.
+
+    With `advantage.truncated=zero` rollouts that the token limit cut off count in the baseline, but are not trained on
+    (overlong filtering; DAPO, Yu et al. 2025, section 3.4).
+
+    Args:
+        rewards: [G], shaped.
+        truncated: bool [G].
+    """
+    advantages = group_advantages(rewards, settings.scale, settings.baseline, settings.unbiased)
+    if settings.truncated == "zero":
+        advantages[truncated] = 0
+    return advantages
+
+
+def shaped_rewards(
+    rewards: np.ndarray, lengths: np.ndarray, max_new_tokens: int, settings: AdvantageSettings
+) -> np.ndarray:
+    """Rewards with the penalty for overlong completions, where `advantage.overlong_tokens` asks for one."""
+    if settings.overlong_tokens == 0:
+        return rewards
+    penalty = overlong_penalty(lengths, max_new_tokens, settings.overlong_tokens)
+    return rewards + settings.overlong_weight * penalty.astype(rewards.dtype)
+
+
+def overlong_penalty(lengths: np.ndarray, max_new_tokens: int, overlong_tokens: int) -> np.ndarray:
+    """float64 [G], from 0 to -1: soft overlong punishment (DAPO, Yu et al. 2025, eq. 13).
+
+    0 up to max_new_tokens - overlong_tokens, then falling linearly to -1 at max_new_tokens.
+    """
+    over = np.asarray(lengths, dtype=np.float64) - (max_new_tokens - overlong_tokens)
+    return -np.clip(over / overlong_tokens, 0.0, 1.0)
+
+
+def process_advantages(rewards: Sequence[np.ndarray], *, unbiased: bool = True) -> list[np.ndarray]:
+    """Advantages of turns that are rewarded one by one: for each rollout float32 [turns].
+
+    GRPO with process supervision (DeepSeekMath, Shao et al. 2024, section 4.1.3): every reward is normalised by mean
+    and deviation of all turns of the group, and a turn's advantage is the sum of its own and the later ones.
+
+    Args:
+        rewards: for each rollout of the group [turns], at least one turn in all.
+        unbiased: as above.
+    """
+    pooled = np.concatenate([np.asarray(each, dtype=np.float64) for each in rewards])
+    if is_zero_variance(pooled):
+        return [np.zeros(len(each), dtype=np.float32) for each in rewards]
+    mean, divisor = pooled.mean(), _std(pooled, unbiased) + STD_EPSILON
+    normal = [(np.asarray(each, dtype=np.float64) - mean) / divisor for each in rewards]
+    return [np.cumsum(each[::-1])[::-1].astype(np.float32) for each in normal]
 
 
 def is_zero_variance(rewards: np.ndarray) -> bool:
@@ -38,3 +99,19 @@ def is_zero_variance(rewards: np.ndarray) -> bool:
     """
     rewards = np.asarray(rewards)
     return len(rewards) == 0 or bool(rewards.max() == rewards.min())
+
+
+def _centred(rewards: np.ndarray, baseline: str) -> np.ndarray:
+    if baseline == "none":
+        return rewards
+    centred = rewards - rewards.mean()
+    return centred * (len(rewards) / (len(rewards) - 1)) if baseline == "leave_one_out" else centred
+
+
+def _std(rewards: np.ndarray, unbiased: bool) -> float:
+    return float(rewards.std(ddof=1 if unbiased and len(rewards) > 1 else 0))
+
+
+def _check(key: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{key}={value} is not one of {', '.join(choices)}.")

@@ -12,6 +12,7 @@ from forge_async.core.errors import NonFiniteError
 from forge_async.core.records import Group, PromptId, Samples
 from forge_async.core.versions import NOT_SAMPLED, PolicyVersion, VersionRuns
 from forge_async.learner.batch import Share, split_batch
+from forge_async.learner.counts import Counts
 from forge_async.weights.manifest import build_manifest
 from forge_async.weights.packing import check_blob, unpack
 from tests.child import Child, build_all, call_all
@@ -99,7 +100,8 @@ def share(samples, num_ranks=1):
     return shares if num_ranks > 1 else shares[0]
 
 
-NOTHING = Share(samples=None, num_loss_tokens=0, group_indices=(5,))
+NO_COUNTS = Counts(num_loss_tokens=0, num_samples=0, num_batch_samples=0, num_samples_with_advantage=0)
+NOTHING = Share(samples=None, counts=NO_COUNTS, group_indices=(5,))
 
 
 def weights_of(learner):
@@ -259,6 +261,45 @@ def test_how_samples_are_laid_out_changes_nothing(titan, settings):
     assert first.num_row_tokens < trained(titan.make(row_tokens=8), steps=1)[0][0].num_row_tokens
 
 
+SEQUENCES = {"name": "gspo", "denominator": "sequence_means", "clip_low": 0.01, "clip_high": 0.01}
+CONSTANT = {"name": "cispo", "denominator": "constant", "constant_tokens": 9, "normalise_advantages": True}
+
+
+def off_policy(samples, learner, seed=7):
+    """The same samples as another policy would have sampled them: some log-probabilities differ by 0.2 or so."""
+    mine = on_policy(samples, learner)
+    noise = np.random.default_rng(seed).normal(0, 0.2, size=len(mine.logprobs)) * mine.loss_mask
+    return dataclasses.replace(mine, logprobs=(mine.logprobs + noise).astype(np.float32))
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize(
+    ("objective", "correction"), [(SEQUENCES, "token_is"), (CONSTANT, "icepop"), ({}, "vtrace")], ids=str
+)
+def test_other_objectives_do_not_depend_on_the_layout_either(titan, objective, correction):
+    chosen = {"lr": 1e-4, "objective": objective, "correction": correction}
+    batch = off_policy(make_samples(), titan.make())
+    results, weights = [], []
+    for layout in ({"row_tokens": 512}, {"row_tokens": 8, "micro_batch_tokens": 8}):
+        learner = titan.make(**chosen, **layout)
+        results.append(learner.train(share(batch)))
+        weights.append(weights_of(learner))
+    assert results[1].loss == pytest.approx(results[0].loss, rel=1e-5, abs=1e-6)
+    assert results[1].grad_norm == pytest.approx(results[0].grad_norm, rel=1e-5)
+    assert results[1].figures == pytest.approx(results[0].figures, rel=1e-5)
+    assert results[0].figures["ratio/effective_fraction"] < 0.999
+    assert_close(*weights)
+
+
+@pytest.mark.stack
+def test_the_sample_whose_loss_is_not_finite_is_named(titan):
+    learner, samples = titan.make(micro_batch_tokens=16), make_samples()
+    edges, advantages = samples.bounds(), samples.advantages.copy()
+    advantages[edges[4] + 5] = np.inf
+    with pytest.raises(NonFiniteError, match=r"groups 5\.\.5 are not finite \(the loss of sample 4 of group 5 is"):
+        learner.train(share(dataclasses.replace(samples, advantages=advantages)))
+
+
 @pytest.mark.stack
 def test_weights_are_published_in_the_policys_dtype(titan):
     learner = titan.make(publish_dtype="bfloat16")
@@ -319,6 +360,8 @@ def test_two_ranks_save_score_and_go_through_idle_and_refused_steps_together(odd
     with pytest.raises(ExceptionGroup) as caught:
         call_all(ranks, "train", [(each,) for each in bad])
     assert [type(error) for error in caught.value.exceptions] == [NonFiniteError] * 2
+    assert len({str(error) for error in caught.value.exceptions}) == 1, "every rank blames the same sample"
+    assert "of group 5" in str(caught.value.exceptions[0])
     assert call_all(ranks, "digest", [(), ()]) == after
     call_all(ranks, "save", [(tmp_path / "model",)] * 2)
     tokens = np.arange(5, 30, dtype=np.int32)

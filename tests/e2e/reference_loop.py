@@ -24,11 +24,11 @@ def main(config_file: str, out: str) -> None:
     config = from_file(config_file)
     folder = Path(config.model.path)
     from forge_async.backends.titan_learner import TitanLearner
-    from forge_async.learner.losses import objective_loss
+    from forge_async.learner.loss import objective_loss
 
     learner = TitanLearner(
         folder,
-        loss=objective_loss(config.objective, config.asynchrony.correction),
+        loss=objective_loss(config.whole_objective(), config.asynchrony.correction, config.correction),
         learner=config.learner,
         optimizer=config.optimizer,
         total_steps=config.root.steps,

@@ -29,6 +29,29 @@ def test_all_shares_carry_the_denominator_of_the_whole_batch():
     assert kept_tokens(shares) == sorted(t for g in groups for t in g.samples.token_ids.tolist())
 
 
+def test_all_shares_carry_the_counts_and_moments_of_the_whole_batch():
+    groups = [group(4, [1.0, -1.0]), group(7, [0.0, 0.5, -1.0])]
+    (kept, same), (left,) = (
+        split_batch(groups, 2, keep_zero_advantage=True),
+        split_batch(groups, 1, keep_zero_advantage=False),
+    )
+    assert kept.counts == same.counts
+    per_token = [1.0, -1.0, -1.0, 0.0, 0.5, 0.5, -1.0, -1.0, -1.0]
+    assert kept.counts.num_samples == kept.counts.num_batch_samples == 5
+    assert (kept.counts.advantage_mean, kept.counts.advantage_std) == (np.mean(per_token), np.std(per_token))
+    assert (left.counts.num_samples, left.counts.num_batch_samples) == (4, 5)
+    assert kept.counts.num_samples_with_advantage == left.counts.num_samples_with_advantage == 4
+
+
+def test_each_sample_of_a_share_knows_where_it_came_from():
+    groups = [group(4, [1.0, -1.0]), group(7, [0.0, 0.5, -1.0])]
+    for keep, wanted in ((True, {(4, 0), (4, 1), (7, 0), (7, 1), (7, 2)}), (False, {(4, 0), (4, 1), (7, 1), (7, 2)})):
+        shares = split_batch(groups, 2, keep_zero_advantage=keep)
+        assert {origin for share in shares for origin in share.origins} == wanted
+        for share in shares:
+            assert [number + 2 for _, number in share.origins] == share.samples.lengths.tolist()
+
+
 def test_samples_without_gradient_leave_batch_and_denominator_together():
     groups = [group(0, [0.0, 0.0]), group(1, [1.0, 0.0, -1.0])]
     (share,) = split_batch(groups, 1, keep_zero_advantage=False)

@@ -2,7 +2,8 @@ import dataclasses
 
 import numpy as np
 
-from forge_async.learner.rows import build_micro_batches, empty_rows, sequence_rows
+from forge_async.core.versions import NOT_SAMPLED
+from forge_async.learner.rows import COLUMNS, build_micro_batches, empty_rows, sequence_rows
 from tests.strategies import make_samples
 
 
@@ -34,7 +35,21 @@ def test_nothing_to_train_makes_no_rows():
 def test_empty_rows_train_nothing():
     rows = empty_rows()
     assert rows.mask.sum() == 0
-    assert {getattr(rows, field.name).shape for field in dataclasses.fields(rows)} == {(1, 2)}
+    assert {getattr(rows, name).shape for name in COLUMNS} == {(1, 2)}
+
+
+def test_each_token_knows_its_sample_and_the_version_of_what_follows_it():
+    (rows,) = build_micro_batches(make_samples([[7, 8], [9], [3] * 5]), 6, 100)
+    none = NOT_SAMPLED
+    assert rows.segments.tolist() == [[0, 0, 0, 1, 1, 3], [2] * 6]
+    assert rows.steps.tolist() == [[7, 8, none, 9, none, none], [3, 3, 3, 3, 3, none]]
+    assert (rows.sample_indices, rows.num_segments) == ((0, 1, 2), 4)
+
+
+def test_a_later_micro_batch_numbers_its_own_samples():
+    first, second = build_micro_batches(make_samples([[1] * 20, [1]]), 8, 8)
+    assert (first.sample_indices, second.sample_indices) == ((0,), (1,))
+    assert second.segments.max() == 0
 
 
 def test_sequences_to_be_scored_get_a_row_each():

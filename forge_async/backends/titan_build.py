@@ -1,0 +1,93 @@
+"""A torchtitan model built for this rank's mesh, with the weights of a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from forge_async.backends import titan_cpu
+from forge_async.backends.titan_models import model_spec
+
+# isort: split
+import torch
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.tools import utils as titan_utils
+
+from forge_async.core.errors import ConfigError
+from forge_async.learner.settings import LearnerSettings
+
+
+def load_model(
+    folder: Path, settings: LearnerSettings, parallelism: ParallelismConfig, dims: ParallelDims, device: torch.device
+) -> tuple[Any, Any]:
+    """The sharded model of a Hugging Face folder, and the adapter of its names.
+
+    Raises ConfigError for a folder that lacks weights or whose architecture is not supported.
+    """
+    spec = model_spec(folder)
+    model = _build(spec, settings, parallelism, dims, device)
+    adapter = spec.state_dict_adapter(spec.model, None)  # pyright: ignore[reportOptionalCall]
+    _load_weights(model, adapter, folder, device)
+    return model, adapter
+
+
+def _build(
+    spec: Any, settings: LearnerSettings, parallelism: ParallelismConfig, dims: ParallelDims, device: torch.device
+) -> torch.nn.Module:
+    training = TrainingConfig(mixed_precision_param=settings.dtype)  # pyright: ignore[reportArgumentType]
+    spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=training))
+    with torch.device("meta"), titan_utils.set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
+        model = spec.model.build()
+    recompute = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
+    model = spec.parallelize_fn(
+        model,
+        parallel_dims=dims,
+        training=training,
+        parallelism=parallelism,
+        compile_config=CompileConfig(enable=settings.compile),
+        ac_config=recompute[settings.activation_checkpointing],
+        dump_folder="",
+    )
+    if titan_cpu.ON_CPU:
+        titan_cpu.allow_gloo_reduction(model)
+    model.to_empty(device=device.type)
+    with torch.no_grad():
+        model.init_states(buffer_device=None)
+    return model.train()
+
+
+def _load_weights(model: torch.nn.Module, adapter: Any, folder: Path, device: torch.device) -> None:
+    loaded = adapter.from_hf(_read_safetensors(folder))
+    own = model.state_dict()
+    missing = sorted(set(own) - set(loaded))
+    if missing:
+        raise ConfigError(f"model.path={folder} lacks weights for {missing[0]} and {len(missing) - 1} more.")
+    with torch.no_grad():
+        for name, parameter in own.items():
+            value = loaded[name].to(device=device, dtype=parameter.dtype)
+            if tuple(value.shape) != tuple(parameter.shape):
+                raise ConfigError(
+                    f"model.path={folder}: {name} has shape {tuple(value.shape)}, and config.json says "
+                    f"{tuple(parameter.shape)}."
+                )
+            if isinstance(parameter, DTensor):
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+            parameter.copy_(value)
+
+
+def _read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"model.path={folder} has no .safetensors file; convert the model to safetensors first.")
+    weights: dict[str, torch.Tensor] = {}
+    for file in files:
+        try:
+            weights.update(load_file(file))
+        except Exception as error:  # noqa: BLE001 - safetensors raises its own error type for a damaged file
+            raise ConfigError(f"{file} cannot be read as safetensors: {error}.") from error
+    return weights

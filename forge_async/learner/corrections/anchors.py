@@ -1,0 +1,22 @@
+"""Corrections that choose an anchor and weigh nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from forge_async.learner.inputs import LossInputs
+from forge_async.learner.settings import CorrectionSettings
+
+
+def token_is(inputs: LossInputs, settings: CorrectionSettings) -> LossInputs:
+    """Anchor = behaviour policy: the objective's own ratio pi/mu corrects, and its clip bounds it.
+
+    PPO with the sampler's probabilities as the old ones (Schulman et al. 2017, eq. 6); the ratio makes up for age and
+    for differences between engine and learner at once.
+    """
+    return replace(inputs, anchor_logprobs=inputs.behaviour_logprobs, weights=None)
+
+
+def none(inputs: LossInputs, settings: CorrectionSettings) -> LossInputs:
+    """Anchor = current policy: the ratio is 1 and its gradient that of log pi, as if the samples were new."""
+    return replace(inputs, anchor_logprobs=inputs.logprobs.detach(), weights=None)

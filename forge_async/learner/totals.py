@@ -1,0 +1,77 @@
+"""What a rank adds up over the micro-batches of a step, and how it finds the sample that spoilt one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from forge_async.learner.batch import Share
+from forge_async.learner.loss import LossTerms
+from forge_async.learner.rows import Rows
+
+if TYPE_CHECKING:
+    import torch
+
+NOBODY = (-1, -1)
+"""No sample's loss is at fault."""
+
+
+@dataclass(slots=True)
+class StepTotals:
+    """Sums and maxima by name, in float64 on the host."""
+
+    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("row_tokens", "clipped", "mismatch_kl"), 0.0))
+    maxima: dict[str, float] = field(default_factory=lambda: {"logprob_diff": 0.0})
+
+    def add(self, terms: LossTerms, num_row_tokens: int) -> bool:
+        """Add one micro-batch, whose figures come to the host in one copy. Returns whether its loss is finite."""
+        figures = (*terms.sums.values(), *terms.maxima.values())
+        values = _stack(figures).tolist()
+        for name, value in zip(terms.sums, values[: len(terms.sums)], strict=True):
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        for name, value in zip(terms.maxima, values[len(terms.sums) :], strict=True):
+            self.maxima[name] = max(self.maxima.get(name, 0.0), value)
+        self.sums["row_tokens"] += num_row_tokens
+        return all(math.isfinite(self.sums[name]) for name in terms.sums if name.startswith("loss/"))
+
+    def sum_values(self) -> torch.Tensor:
+        """float64 [number of sums], in the order of `sums`."""
+        import torch
+
+        return torch.tensor(list(self.sums.values()), dtype=torch.float64)
+
+
+def _stack(values: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    import torch
+
+    return torch.stack([value.float() for value in values]).cpu()
+
+
+def first_bad_sample(terms: LossTerms, rows: Rows, share: Share) -> tuple[int, int]:
+    """(group's admission index, number in the group) of the first sample whose loss is not finite, or NOBODY."""
+    bad = ~terms.token_losses.isfinite().cpu().numpy()
+    segments = rows.segments[bad]
+    known = segments[segments < len(rows.sample_indices)]
+    if not len(known) or not share.origins:
+        return NOBODY
+    return share.origins[rows.sample_indices[int(known.min())]]
+
+
+def not_finite(
+    step: int, loss: float, grad_norm: float, group_indices: tuple[int, ...], sample: tuple[int, int]
+) -> str:
+    """The sentence that ends a run whose step is not finite.
+
+    Args:
+        sample: (group's admission index, number in the group) of a sample to blame, or NOBODY.
+    """
+    whose = f" over groups {group_indices[0]}..{group_indices[-1]}" if group_indices else ""
+    if sample != NOBODY:
+        blame = f"the loss of sample {sample[1]} of group {sample[0]} is the first that is not finite"
+    else:
+        blame = "the loss of each sample is finite"
+    return (
+        f"Step {step}: loss={loss} and gradient norm={grad_norm}{whose} are not finite ({blame}); the weights were "
+        "left as they were. Lower optimizer.lr, or look at these samples in rollouts.jsonl.zst."
+    )
