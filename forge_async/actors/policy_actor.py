@@ -19,7 +19,7 @@ from forge_async.pipeline.ports import Pull, ReplicaStats
 from forge_async.policy.ports import Engine, GenerationRequest, GenerationResult
 from forge_async.policy.service import RequestService, Ticket
 from forge_async.policy.settings import PolicySettings
-from forge_async.weights.fingerprint import check_fingerprint
+from forge_async.weights.fingerprint import check_fingerprint, check_fit, sample
 from forge_async.weights.manifest import Manifest
 from forge_async.weights.packing import unpack
 from forge_async.weights.settings import WeightsSettings
@@ -53,6 +53,8 @@ class PolicyActor(ForgeActor):
         self._tickets: dict[int, Ticket] = {}
         self._numbers = itertools.count()
         self._plane: WeightPlane | None = None
+        self._fitting: tuple[str, ...] = ()
+        """Ids of the layout that is known to fit the engine."""
         self._built: dict[str, float] = {}
 
     async def setup(self) -> None:
@@ -129,10 +131,9 @@ class PolicyActor(ForgeActor):
         )
 
     def _join(self, store_handle: bytes) -> None:
-        from forge_async.backends.torchstore_store import TorchstoreStore
-        from forge_async.weights.plane import WeightPlane
+        from forge_async.backends.weight_stores import open_plane
 
-        self._plane = WeightPlane(TorchstoreStore(store_handle))
+        self._plane = open_plane(store_handle)
 
     def _is_behind(self, min_step: int) -> bool:
         return self._served is None or self._served.step < min_step
@@ -150,19 +151,21 @@ class PolicyActor(ForgeActor):
 
     async def _pull(self, version: PolicyVersion) -> Pull:
         started_s, begun = time.time(), time.perf_counter()
-        manifest, blobs = await self._connected.read(version)
-        weights = unpack(manifest, blobs)
-        fetch_s = time.perf_counter() - begun
-        pause_s = await self._service.between_steps(lambda engine: self._swap(engine, manifest, weights))
+        plane = self._connected
+        async with plane.reading(version) as (manifest, blobs):
+            weights = await asyncio.to_thread(unpack, manifest, blobs)
+            fetch_s = time.perf_counter() - begun
+            pause_s = await self._service.between_steps(lambda engine: self._swap(engine, manifest, weights))
         self._served = version
-        assembled = sum(shard.num_bytes for shard in manifest.shards if shard.shape != shard.global_shape)
+        fetched = 0 if plane.store.transport.is_shared else manifest.num_bytes
         return Pull(
             version=version,
             fetch_s=fetch_s,
             pause_s=pause_s,
             num_bytes=manifest.num_bytes,
-            held_bytes=manifest.num_bytes + assembled,
+            held_bytes=fetched + sum(shard.num_bytes for shard in manifest.shards if not shard.is_whole),
             started_s=started_s,
+            transport=plane.store.transport.name,
         )
 
     def _build_engine(self) -> Engine:
@@ -177,7 +180,11 @@ class PolicyActor(ForgeActor):
 
     def _swap(self, engine: Engine, manifest: Manifest, weights: dict[str, Any]) -> float:
         begun = time.perf_counter()
+        if manifest.layout.ids != self._fitting:
+            check_fit(manifest, engine.read, self._name)
+            self._fitting = manifest.layout.ids
         engine.load(weights, manifest.version)
-        if self._weights.verify:
-            check_fingerprint(manifest, engine.read, self._name)
+        if self._weights.verify != "none":
+            names = sample(manifest) if self._weights.verify == "sampled" else None
+            check_fingerprint(manifest, engine.read, self._name, names)
         return time.perf_counter() - begun

@@ -118,7 +118,7 @@ ASKED = {
     "async.swap": "drain",
     "async.on_stale": "reweight",
     "async.fresh_fraction": 0.5,
-    "weights.transport": "shm",
+    "weights.transport": "rdma",
     "objective.name": "dapo",
     "sampling.top_p": 0.9,
     "sampling.top_k": 5,
