@@ -7,6 +7,7 @@ log-probabilities, gradients and weights mean something and can be worked out by
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,8 @@ from forge_async.pipeline.ports import GroupRecord, LearnerStep, Pull, ReplicaSt
 from forge_async.policy.ports import GenerationRequest, GenerationResult, Occupancy, Sampling
 from forge_async.policy.service import ServiceStats
 from forge_async.reward.ports import RewardCall, RewardFault, RewardOutcome
-from forge_async.weights.manifest import Manifest, Shard
+from forge_async.weights.manifest import Part
+from forge_async.weights.transports import Transport
 
 TABLE = "table.weight"
 """Hugging Face name of the bigram model's one parameter."""
@@ -165,6 +167,7 @@ class FakeLearner:
     def __init__(self, table: np.ndarray | None = None, lr: float = 0.1, version: PolicyVersion | None = None):
         self.table = (bigram_table(0) if table is None else table).astype(np.float32).copy()
         self.version = version or PolicyVersion()
+        self.snapshot_bytes = 0
         self._lr = lr
 
     def train(self, share: Share) -> StepResult:
@@ -192,13 +195,16 @@ class FakeLearner:
             num_row_tokens=share.samples.num_tokens if share.samples else 0,
         )
 
-    def snapshot(self) -> tuple[tuple[Shard, ...], Any]:
+    def snapshot(self, blob: Any = None) -> tuple[Part, Any]:
         import torch
 
-        from forge_async.weights.packing import LocalShard, pack
+        from forge_async.weights.packing import LocalShard, Packer
 
         table = torch.from_numpy(self.table)
-        return pack([LocalShard(name=TABLE, tensor=table, global_shape=tuple(table.shape), offsets=(0, 0))], 0)
+        shard = LocalShard(name=TABLE, tensor=table, global_shape=tuple(table.shape), offsets=(0, 0))
+        part, blob = Packer(0).pack([shard], blob)
+        self.snapshot_bytes = blob.numel()
+        return part, blob
 
     def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [FakeEngine(self.table).score(ids) for ids in token_ids]
@@ -220,28 +226,55 @@ class StoreCrashError(Exception):
 
 
 class MemoryStore:
-    """A WeightStore in this process. `crash_after` operations it stops working, as its client's death would."""
+    """A WeightStore in this process. `crash_after` operations it stops working, as its client's death would.
+
+    Putting or deleting several keys is as many operations, so that it may end in between.
+    """
+
+    transport = Transport(
+        name="memory",
+        late_joiners=True,
+        survives_members=True,
+        cross_host=False,
+        is_shared=False,
+        medium="a dictionary of this process",
+    )
 
     def __init__(self, crash_after: int | None = None) -> None:
         self.data: dict[str, Any] = {}
         self.crash_after = crash_after
         self.operations: list[tuple[str, str]] = []
 
-    async def put(self, key: str, value: Any) -> None:
-        await self._operate("put", key)
-        self.data[key] = _copied(value)
+    async def reserve(self, num_bytes: int) -> Any:
+        import torch
 
-    async def get(self, key: str) -> Any:
-        await self._operate("get", key)
-        return _copied(self.data[key])
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
-    async def delete(self, key: str) -> None:
-        await self._operate("delete", key)
-        del self.data[key]
+    async def put(self, items: Mapping[str, Any]) -> None:
+        for key, value in items.items():
+            await self._operate("put", key)
+            self.data[key] = _copied(value)
+
+    @contextlib.asynccontextmanager
+    async def reading(self, keys: Sequence[str]):
+        values = []
+        for key in keys:
+            await self._operate("get", key)
+            values.append(_copied(self.data[key]))
+        yield values
+
+    async def delete(self, prefix: str) -> None:
+        keys = [key for key in self.data if key.startswith(prefix)]
+        for key in sorted(keys, key=lambda key: not key.endswith("/manifest")):
+            await self._operate("delete", key)
+            del self.data[key]
 
     async def keys(self) -> list[str]:
         await self._operate("keys", "")
         return list(self.data)
+
+    async def close(self) -> None:
+        pass
 
     async def _operate(self, name: str, key: str) -> None:
         if self.crash_after is not None and len(self.operations) >= self.crash_after:
@@ -438,16 +471,12 @@ class FakeLearnerMesh:
         self._snapshots.add(self.version)
         return self.version
 
-    async def stage(self, version: PolicyVersion) -> list[tuple[Shard, ...]]:
+    async def stage(self, version: PolicyVersion) -> None:
         self._snapshots.remove(version)
-        shard = Shard(
-            name=TABLE, dtype="float32", global_shape=(2,), offsets=(0,), shape=(2,), rank=0, start_bytes=0,
-            num_bytes=8, digest=0,
-        )  # fmt: skip
-        return [(shard,)]
 
-    async def commit(self, manifest: Manifest) -> None:
-        self.store.append(manifest.version)
+    async def commit(self, version: PolicyVersion) -> int:
+        self.store.append(version)
+        return 8
 
     async def retire(self, version: PolicyVersion) -> None:
         self.store.remove(version)

@@ -61,7 +61,7 @@ class Grpo:
         """Start all actors, each in processes of its own."""
         model, root, dials = str(resolve_model(config)), config.root, config.asynchrony
         plan, prompts = actors.LearnerPlan.of(config, model), Prompts(source="sums", epoch_size=len(SUMS))
-        store = await actors.StoreActor.options(hosts=hosts.controller).as_actor()
+        store = await actors.StoreActor.options(hosts=hosts.controller).as_actor(config.weights)
         learner = actors.LearnerActor.options(hosts=hosts.learner, procs=config.learner.ranks, spmd=True)
         policy = actors.PolicyActor.options(mesh_name="policy", hosts=hosts.policy, num_replicas=config.policy.replicas)
         replay = actors.ReplayActor.options(hosts=hosts.controller)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from forge_async.actors.forge_actor import ActorHandle, ForgeActor, concurrent_endpoint
-from forge_async.core.errors import LearnerError
+from forge_async.core.errors import ForgeError, LearnerError, one_sentence
 from forge_async.core.records import Samples
 from forge_async.core.versions import PolicyVersion
 from forge_async.learner.batch import split_samples
@@ -22,7 +23,7 @@ from forge_async.learner.ports import StepResult
 from forge_async.learner.settings import CorrectionSettings, LearnerSettings, ObjectiveSettings, OptimizerSettings
 from forge_async.observe.process_stats import own_stats
 from forge_async.pipeline.ports import LearnerStep, Spans
-from forge_async.weights.manifest import Manifest, Shard, build_manifest
+from forge_async.weights.manifest import Part
 
 if TYPE_CHECKING:
     from forge_async.backends.titan_learner import TitanLearner
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from forge_async.weights.plane import WeightPlane
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +82,9 @@ class LearnerActor(ForgeActor):
         self._learner: TitanLearner | None = None
         self._plane: WeightPlane | None = None
         self._replay: ActorHandle | None = None
-        self._snapshots: dict[PolicyVersion, tuple[tuple[Shard, ...], Any]] = {}
+        self._snapshots: dict[PolicyVersion, tuple[Part, Any]] = {}
+        self._spare: Any = None
+        """The store's memory for the next snapshot, asked for while the step runs."""
 
     async def setup(self) -> None:
         await self._run(self._build)
@@ -107,10 +111,10 @@ class LearnerActor(ForgeActor):
         begun = time.time()
         share, batch = await self._replay.take_share.call_one(step, learner.batch_rank, learner.batch_ranks, deadline_s)
         taken = time.time()
-        result = await self._run(lambda: learner.train(share))
+        result, _ = await asyncio.gather(self._run(lambda: learner.train(share)), self._reserve(snapshot))
         trained = time.time()
         if snapshot:
-            self._snapshots[learner.version] = await self._run(learner.snapshot)
+            await self._snapshot()
         ended = time.time()
         own = own_stats()
         spans: Spans = (
@@ -139,13 +143,14 @@ class LearnerActor(ForgeActor):
     @concurrent_endpoint
     async def snapshot(self) -> PolicyVersion:
         """Copy out the parameters as they are, to be staged; returns their version."""
-        self._snapshots[self._rank.version] = await self._run(self._rank.snapshot)
+        await self._reserve(True)
+        await self._snapshot()
         return self._rank.version
 
     @concurrent_endpoint
-    async def stage(self, version: PolicyVersion) -> tuple[Shard, ...]:
-        """Put this rank's shards of a snapshot into the store, and let go of the snapshot."""
-        return await self._stage(version)
+    async def stage(self, version: PolicyVersion) -> None:
+        """Put this rank's shards of a snapshot into the store, and let go of the snapshot. Call on all ranks."""
+        await self._stage(version)
 
     @concurrent_endpoint
     async def publish(self, version: PolicyVersion, keep_versions: int = 2) -> None:
@@ -156,18 +161,19 @@ class LearnerActor(ForgeActor):
         """
         if self._store is None:
             raise LearnerError("The learner has no store to publish to: start it as LearnerActor(plan, store).")
-        shards, rank = await self._stage(version), self._rank.rank
-        parts = await self._store.gather.call_one(str(version), rank, self._plan.learner.ranks, shards)
+        await self._stage(version)
+        rank, ranks = self._rank.rank, self._plan.learner.ranks
+        await self._store.meet.call_one(str(version), rank, ranks)
         if rank != 0:
             return
-        await self._weights.commit(build_manifest(version, parts))
+        await self._weights.commit(version, ranks)
         for old in (await self._weights.versions())[:-keep_versions]:
             await self._weights.retire(old)
 
     @concurrent_endpoint
-    async def commit(self, manifest: Manifest) -> None:
-        """Make a version readable, after every rank has staged it. Called on one rank."""
-        await self._weights.commit(manifest)
+    async def commit(self, version: PolicyVersion) -> int:
+        """Make a version readable, after every rank has staged it; returns its bytes. Called on one rank."""
+        return (await self._weights.commit(version, self._plan.learner.ranks)).num_bytes
 
     @concurrent_endpoint
     async def retire(self, version: PolicyVersion) -> None:
@@ -202,17 +208,31 @@ class LearnerActor(ForgeActor):
         return self._plane
 
     def _join(self, store_handle: bytes) -> None:
-        from forge_async.backends.torchstore_store import TorchstoreStore
-        from forge_async.weights.plane import WeightPlane
+        from forge_async.backends.weight_stores import open_plane
 
-        self._plane = WeightPlane(TorchstoreStore(store_handle))
+        self._plane = open_plane(store_handle)
 
-    async def _stage(self, version: PolicyVersion) -> tuple[Shard, ...]:
+    async def _reserve(self, wanted: bool) -> None:
+        """Ask the store for memory of the size of the last snapshot, unless some is at hand.
+
+        Without it, because the store does not answer, a snapshot takes memory of its own: to publish it is what fails.
+        """
+        num_bytes = self._rank.snapshot_bytes
+        if not wanted or self._plane is None or not num_bytes or self._spare is not None:
+            return
+        try:
+            self._spare = await self._plane.store.reserve(num_bytes)
+        except ForgeError as error:
+            log.warning("no memory of the store for a snapshot: %s", one_sentence(error))
+
+    async def _snapshot(self) -> None:
+        blob, self._spare = self._spare, None
+        self._snapshots[self._rank.version] = await self._run(lambda: self._rank.snapshot(blob))
+
+    async def _stage(self, version: PolicyVersion) -> None:
         if version not in self._snapshots:
             raise LearnerError(f"The learner has no snapshot of {version}: call snapshot after the step that makes it.")
-        shards, blob = self._snapshots.pop(version)
-        await self._weights.stage(version, self._rank.rank, blob)
-        return shards
+        await self._weights.stage(version, *self._snapshots.pop(version))
 
     def _build(self) -> None:
         from forge_async.backends.titan_learner import TitanLearner

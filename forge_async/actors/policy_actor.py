@@ -21,7 +21,7 @@ from forge_async.policy.concurrency import concurrency_limit
 from forge_async.policy.ports import Engine, GenerationRequest, GenerationResult
 from forge_async.policy.service import RequestService, Ticket
 from forge_async.policy.settings import PolicySettings
-from forge_async.weights.fingerprint import check_fingerprint
+from forge_async.weights.fingerprint import check_fingerprint, sample
 from forge_async.weights.manifest import Manifest
 from forge_async.weights.packing import unpack
 from forge_async.weights.settings import WeightsSettings
@@ -167,10 +167,9 @@ class PolicyActor(ForgeActor):
         )
 
     def _join(self, store_handle: bytes) -> None:
-        from forge_async.backends.torchstore_store import TorchstoreStore
-        from forge_async.weights.plane import WeightPlane
+        from forge_async.backends.weight_stores import open_plane
 
-        self._plane = WeightPlane(TorchstoreStore(store_handle))
+        self._plane = open_plane(store_handle)
 
     def _is_behind(self, min_step: int) -> bool:
         return self._served is None or self._served.step < min_step
@@ -197,27 +196,29 @@ class PolicyActor(ForgeActor):
 
     async def _pull_now(self, version: PolicyVersion) -> Pull:
         started_s, begun = time.time(), time.perf_counter()
-        async with self._service.pulling():
-            manifest, blobs = await self._connected.read(version)
-            weights = unpack(manifest, blobs)
+        plane = self._connected
+        async with self._service.pulling(), plane.reading(version) as (manifest, blobs):
+            weights = await asyncio.to_thread(unpack, manifest, blobs)
             fetch_s = time.perf_counter() - begun
             swap = await self._service.swap(weights, version, self._fingerprint_check(manifest))
         self._served = version
-        assembled = sum(shard.num_bytes for shard in manifest.shards if shard.shape != shard.global_shape)
+        fetched = 0 if plane.store.transport.is_shared else manifest.num_bytes
         return Pull(
             version=version,
             fetch_s=fetch_s,
             pause_s=swap.pause_s,
             num_bytes=manifest.num_bytes,
-            held_bytes=manifest.num_bytes + assembled,
+            held_bytes=fetched + sum(shard.num_bytes for shard in manifest.shards if not shard.is_whole),
             started_s=started_s,
             swap=swap,
+            transport=plane.store.transport.name,
         )
 
     def _fingerprint_check(self, manifest: Manifest) -> Callable[[Engine], None] | None:
-        if not self._weights.verify:
+        if self._weights.verify == "none":
             return None
-        return lambda engine: check_fingerprint(manifest, engine.read, self._name)
+        names = sample(manifest) if self._weights.verify == "sampled" else None
+        return lambda engine: check_fingerprint(manifest, engine.read, self._name, names)
 
     def _build_engine(self) -> Engine:
         from forge_async.backends.vllm_engine import VllmEngine

@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from forge_async.actors.forge_actor import ForgeActor, concurrent_endpoint
+from forge_async.weights.settings import WeightsSettings
 
 
 class StoreActor(ForgeActor):
-    """Hosts torchstore's volume and controller."""
+    """Hosts the store of the chosen transport, and the meeting point of a learner's ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: WeightsSettings | None = None) -> None:
+        self._weights = weights or WeightsSettings()
         self._handle = b""
-        self._gathering: dict[str, tuple[dict[int, Any], asyncio.Event]] = {}
+        self._meeting: dict[str, tuple[set[int], asyncio.Event]] = {}
 
     async def setup(self) -> None:
-        from forge_async.backends.torchstore_store import start_store
+        from forge_async.backends.weight_stores import start_store
 
-        self._handle = await start_store()
+        self._handle = await start_store(self._weights)
 
     @concurrent_endpoint
     async def handle(self) -> bytes:
-        """What a `TorchstoreStore` is made from, in any process of the run."""
+        """What `open_plane` makes a weight plane from, in any process of the run."""
         return self._handle
 
     @concurrent_endpoint
-    async def gather(self, key: str, rank: int, num_ranks: int, part: Any) -> list[Any]:
-        """Give one rank's part of something and wait for those of all others; returns all, in order of rank.
+    async def meet(self, key: str, rank: int, num_ranks: int) -> None:
+        """Wait until all ranks have called with this key.
 
         Ranks of a learner meet here to publish. A rank that never comes is noticed by whoever called them all.
         """
-        parts, complete = self._gathering.setdefault(key, ({}, asyncio.Event()))
-        parts[rank] = part
-        if len(parts) == num_ranks:
-            del self._gathering[key]
+        ranks, complete = self._meeting.setdefault(key, (set(), asyncio.Event()))
+        ranks.add(rank)
+        if len(ranks) == num_ranks:
+            del self._meeting[key]
             complete.set()
         await complete.wait()
-        return [parts[number] for number in range(num_ranks)]

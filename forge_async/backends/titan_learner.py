@@ -42,8 +42,8 @@ from forge_async.learner.ports import StepResult
 from forge_async.learner.rows import COLUMNS, Rows, build_micro_batches, empty_rows, sequence_rows
 from forge_async.learner.settings import LearnerSettings, OptimizerSettings
 from forge_async.learner.totals import NOBODY, StepTotals, first_bad_sample, not_finite
-from forge_async.weights.manifest import Shard
-from forge_async.weights.packing import LocalShard, pack
+from forge_async.weights.manifest import Part
+from forge_async.weights.packing import LocalShard, Packer
 
 TOKENIZER_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -94,6 +94,7 @@ class TitanLearner:
         ).build(model_parts=[self._model])
         self._schedule = _schedule_config(optimizer).build(optimizers=self._optimizer, training_steps=total_steps)
         self._named: list[tuple[str, Any]] | None = None
+        self._packer = Packer(self.rank)
 
     @property
     def rank(self) -> int:
@@ -140,8 +141,12 @@ class TitanLearner:
             figures=step_figures(sums, maxima, counts),
         )
 
-    def snapshot(self) -> tuple[tuple[Shard, ...], torch.Tensor]:
-        return pack(self._local_shards(), self.rank)
+    def snapshot(self, blob: torch.Tensor | None = None) -> tuple[Part, torch.Tensor]:
+        return self._packer.pack(self._local_shards(), blob)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        return self._packer.blob_bytes
 
     def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
         with torch.no_grad(), self._in_context():

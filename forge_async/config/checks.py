@@ -14,8 +14,8 @@ from forge_async.config.not_built import NOT_BUILT
 from forge_async.config.presets import PRESETS
 from forge_async.config.schema import Config
 from forge_async.core.errors import ConfigError
-from forge_async.policy.concurrency import concurrency_limit
 from forge_async.learner.settings import OBJECTIVES
+from forge_async.policy.concurrency import concurrency_limit
 from forge_async.replay.bound import effective
 
 

@@ -49,8 +49,16 @@ class Learner(Protocol):
         """Take one optimiser step. Raises NonFiniteError, leaving the weights as they were."""
         ...
 
-    def snapshot(self) -> tuple[tuple[Any, ...], Any]:
-        """Copy this rank's parameters: (shards, blob), ready to be published while the next step runs."""
+    def snapshot(self, blob: Any = None) -> tuple[Any, Any]:
+        """Copy this rank's parameters: (what they are, blob), ready to be published while the next step runs.
+
+        `blob`: memory of `snapshot_bytes` bytes to copy into; None takes new memory.
+        """
+        ...
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Size of the last snapshot's blob; 0 before the first."""
         ...
 
     def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from forge_async.core.versions import PolicyVersion
 from forge_async.pipeline.ports import Learner, Pull, Replay, Replica
-from forge_async.weights.manifest import build_manifest
 from forge_async.weights.retention import Retention
 
 
@@ -34,8 +33,8 @@ class Publisher:
     async def publish(self, version: PolicyVersion) -> Publication:
         """Make a snapshotted version readable, then delete what nobody needs any more."""
         started_s, begun = time.time(), time.perf_counter()
-        manifest = build_manifest(version, await self._learner.stage(version))
-        await self._learner.commit(manifest)
+        await self._learner.stage(version)
+        num_bytes = await self._learner.commit(version)
         duration_s = time.perf_counter() - begun
         await self._replay.published(version.step)
         async with self._changed:
@@ -43,7 +42,7 @@ class Publisher:
             self._changed.notify_all()
         for old in self._retention.take_deletable():
             await self._learner.retire(old)
-        return Publication(version=version, started_s=started_s, duration_s=duration_s, num_bytes=manifest.num_bytes)
+        return Publication(version=version, started_s=started_s, duration_s=duration_s, num_bytes=num_bytes)
 
     async def newer_than(self, version: PolicyVersion | None) -> PolicyVersion:
         """Wait until the newest readable version is newer than `version`, and return it.

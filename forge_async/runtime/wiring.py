@@ -23,7 +23,6 @@ from forge_async.core.versions import PolicyVersion
 from forge_async.pipeline.ports import Admission, GroupRecord, LearnerStep, Pull, ReplicaStats, WorkerReport
 from forge_async.replay.admission import Prompts
 from forge_async.runtime.meshes import Placement
-from forge_async.weights.manifest import Manifest, Shard
 
 T = TypeVar("T")
 
@@ -107,11 +106,11 @@ class RemoteLearner:
     async def snapshot(self) -> PolicyVersion:
         return (await self._handle.snapshot.call(timeout_s=self._timeout_s))[0]
 
-    async def stage(self, version: PolicyVersion) -> list[tuple[Shard, ...]]:
-        return await self._handle.stage.call(version, timeout_s=self._weights_timeout_s)
+    async def stage(self, version: PolicyVersion) -> None:
+        await self._handle.stage.call(version, timeout_s=self._weights_timeout_s)
 
-    async def commit(self, manifest: Manifest) -> None:
-        await self._first.commit.call_one(manifest, timeout_s=self._weights_timeout_s)
+    async def commit(self, version: PolicyVersion) -> int:
+        return await self._first.commit.call_one(version, timeout_s=self._weights_timeout_s)
 
     async def retire(self, version: PolicyVersion) -> None:
         await self._first.retire.call_one(version, timeout_s=self._weights_timeout_s)
@@ -171,9 +170,7 @@ async def start_actors(
             )
             for number in range(config.rollout.workers)
         ]
-        store = group.create_task(
-            ready("store", StoreActor.options(mesh_name="store", hosts=placement.controller, **limits).as_actor())
-        )
+        store = group.create_task(ready("store", _start_store(config, placement, limits)))
     replicas = {name: task.result() for name, task in zip(names, policies, strict=True)}
     workers = [task.result() for task in rollouts]
     # The replay actor needs to know the size of an epoch, which the prompt source tells; it starts in a second.
@@ -200,6 +197,11 @@ async def start_actors(
         },
         version=version,
     )
+
+
+async def _start_store(config: Config, placement: Placement, limits: dict) -> ActorHandle:
+    options = StoreActor.options(mesh_name="store", hosts=placement.controller, **limits)
+    return await options.as_actor(config.weights)
 
 
 async def _start_policy(name: str, number: int, config: Config, folder: Path, placement: Placement, limits: dict):

@@ -1,15 +1,22 @@
-"""The manifest: what a version of the weights consists of, and how to tell that it arrived whole (Law 5)."""
+"""The manifest: what a version of the weights consists of, and how to tell that it arrived whole (Law 5).
+
+Names, shapes and places are the same in every version; they form a `Layout`, which is made, checked and sent once. What
+differs is small: the version and a digest of each shard.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
+import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from forge_async.core.errors import WeightsError
 from forge_async.core.versions import PolicyVersion
 
-SCHEMA = 1
+SCHEMA = 2
+DIGEST_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,49 +38,140 @@ class Shard:
     start_bytes: int
     """Where it lies in that blob."""
     num_bytes: int
-    digest: int
-    """xxh3-64 of its bytes: the fingerprint of this slice."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the box is the whole parameter."""
+        return self.shape == self.global_shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one learner rank holds of every version: its boxes, in the order in which they lie in its blob."""
+
+    id: str
+    """Hash of all below: equal for equal parts, in any process."""
+    rank: int
+    shards: tuple[Shard, ...]
+    blob_bytes: int
+    """Size of the blob, padding included."""
+
+    @classmethod
+    def of(cls, rank: int, shards: Sequence[Shard], blob_bytes: int) -> Part:
+        """Describe a rank's blob."""
+        found = hashlib.blake2b(repr((SCHEMA, rank, blob_bytes)).encode(), digest_size=16)
+        for shard in shards:
+            found.update(repr(shard).encode())
+        return cls(id=found.hexdigest(), rank=rank, shards=tuple(shards), blob_bytes=blob_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """A rank's part of one version."""
+
+    part: Part
+    digests: bytes = b""
+    """xxh3-64 of each shard's bytes, 8 bytes each, in the part's order; empty when nobody asked for them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The parts of all ranks together: they tile every parameter exactly."""
+
+    parts: tuple[Part, ...]
+    shards: tuple[Shard, ...] = field(init=False)
+    """Of all parts, in order of rank."""
+    positions: dict[tuple[int, int], int] = field(init=False, compare=False, repr=False)
+    """(rank, start_bytes) -> place in `shards`."""
+    names: dict[str, list[Shard]] = field(init=False, compare=False, repr=False)
+    """The shards of each parameter."""
+    num_bytes: int = field(init=False)
+    """Bytes of all shards."""
+
+    def __post_init__(self) -> None:
+        parts = tuple(sorted(self.parts, key=lambda part: part.rank))
+        shards = tuple(shard for part in parts for shard in part.shards)
+        names: dict[str, list[Shard]] = {}
+        for shard in shards:
+            names.setdefault(shard.name, []).append(shard)
+        derived = {
+            "parts": parts,
+            "shards": shards,
+            "positions": {(shard.rank, shard.start_bytes): place for place, shard in enumerate(shards)},
+            "names": names,
+            "num_bytes": sum(shard.num_bytes for shard in shards),
+        }
+        for key, value in derived.items():
+            object.__setattr__(self, key, value)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Ids of the parts, in order of rank."""
+        return tuple(part.id for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """All shards of one version. Written after them; a reader that sees it can read all of them."""
+    """One version. Written after its shards; a reader that sees it can read all of them."""
 
     version: PolicyVersion
-    shards: tuple[Shard, ...]
+    layout: Layout
+    digests: bytes = b""
+    """Of all shards, in the layout's order; empty when the learner made none."""
     kind: str = "full"
     """full; later also delta and adapter."""
     schema: int = SCHEMA
 
     @property
+    def shards(self) -> tuple[Shard, ...]:
+        """All shards of all ranks."""
+        return self.layout.shards
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all shards."""
-        return sum(shard.num_bytes for shard in self.shards)
+        return self.layout.num_bytes
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks that hold a blob of this version, ascending."""
-        return tuple(sorted({shard.rank for shard in self.shards}))
+        return tuple(part.rank for part in self.layout.parts if part.blob_bytes)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all that a reader must end up with: layout and digests."""
+        return hashlib.blake2b(repr(self.layout.ids).encode() + self.digests, digest_size=16).hexdigest()
 
     def names(self) -> tuple[str, ...]:
         """Parameter names, sorted."""
-        return tuple(sorted({shard.name for shard in self.shards}))
+        return tuple(sorted(self.layout.names))
 
     def by_name(self) -> dict[str, list[Shard]]:
         """The shards of each parameter."""
-        found: dict[str, list[Shard]] = {}
-        for shard in self.shards:
-            found.setdefault(shard.name, []).append(shard)
-        return found
+        return self.layout.names
+
+    def digest_of(self, shard: Shard) -> int | None:
+        """xxh3-64 of the shard's bytes; None when the learner made no digests."""
+        if not self.digests:
+            return None
+        place = self.layout.positions[shard.rank, shard.start_bytes]
+        return struct.unpack_from("<Q", self.digests, DIGEST_BYTES * place)[0]
 
 
-def build_manifest(version: PolicyVersion, parts: Iterable[Sequence[Shard]]) -> Manifest:
-    """Join the shards that each rank staged and check that they tile every parameter exactly.
+def build_manifest(version: PolicyVersion, packed: Iterable[Packed]) -> Manifest:
+    """Join what each rank packed. Raises like `build_layout`."""
+    ranks = sorted(packed, key=lambda each: each.part.rank)
+    layout = build_layout(version, [each.part for each in ranks])
+    return Manifest(version=version, layout=layout, digests=b"".join(each.digests for each in ranks))
+
+
+def build_layout(version: PolicyVersion, parts: Iterable[Part]) -> Layout:
+    """Join the parts of all ranks and check that they tile every parameter exactly.
 
     Raises WeightsError naming the first parameter that is incomplete or whose ranks disagree.
     """
-    manifest = Manifest(version=version, shards=tuple(shard for part in parts for shard in part))
-    for name, shards in manifest.by_name().items():
+    layout = Layout(parts=tuple(parts))
+    for name, shards in layout.names.items():
         first = shards[0]
         if any((shard.global_shape, shard.dtype) != (first.global_shape, first.dtype) for shard in shards):
             raise WeightsError(f"{version}: the ranks disagree about shape or dtype of {name}; nothing was published.")
@@ -83,7 +181,7 @@ def build_manifest(version: PolicyVersion, parts: Iterable[Sequence[Shard]]) -> 
                 f"{version}: the shards of {name} hold {have} elements in boxes that do not tile its {want}; "
                 "nothing was published."
             )
-    return manifest
+    return layout
 
 
 def _inside(shard: Shard) -> bool:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forge_async.core.errors import WeightsError
-from forge_async.weights.manifest import Manifest, Shard
+from forge_async.weights.manifest import Manifest, Packed, Part, Shard
 
 if TYPE_CHECKING:
     import torch
 
 ALIGNMENT_BYTES = 64
 """Each shard starts at a multiple of this inside its blob, so that it can be viewed in its own dtype."""
+
+REMEMBERED_BLOBS = 4
+"""Blobs whose views a packer keeps: memory of a store comes back again and again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,27 +31,62 @@ class LocalShard:
     offsets: tuple[int, ...]
 
 
-def pack(local_shards: Iterable[LocalShard], rank: int) -> tuple[tuple[Shard, ...], torch.Tensor]:
-    """Copy a rank's shards into one blob and describe them.
+class Packer:
+    """Copies a rank's shards into blobs. Where each of them goes is planned once, and again when the shards change."""
 
-    Empty boxes (a parameter with fewer rows than ranks leaves some) are left out.
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._known: list[tuple] = []
+        self._part = Part.of(rank, (), 0)
+        self._views: dict[int, list[torch.Tensor]] = {}
 
-    Returns the shards, digests included, and the blob: uint8 [bytes].
-    """
-    import torch
+    @property
+    def blob_bytes(self) -> int:
+        """Size of the last blob; 0 before the first."""
+        return self._part.blob_bytes
 
-    held = [shard for shard in local_shards if shard.tensor.numel()]
-    starts, end = [], 0
+    def pack(self, local_shards: Iterable[LocalShard], blob: torch.Tensor | None = None) -> tuple[Part, torch.Tensor]:
+        """Copy shards into a blob and describe them.
+
+        Empty boxes (a parameter with fewer rows than ranks leaves some) are left out.
+
+        Args:
+            local_shards: in the same order each time.
+            blob: uint8 memory to use if it has the right size; else new memory is taken.
+
+        Returns the description and the blob: uint8 [bytes].
+        """
+        import torch
+
+        held = [shard for shard in local_shards if shard.tensor.numel()]
+        looks = [
+            (shard.name, shard.tensor.dtype, shard.tensor.shape, shard.global_shape, shard.offsets) for shard in held
+        ]
+        if looks != self._known:
+            self._part, self._known, self._views = _plan(held, self._rank), looks, {}
+        if blob is None or blob.numel() != self._part.blob_bytes:
+            blob = torch.zeros(self._part.blob_bytes, dtype=torch.uint8)
+            views = _boxes(self._part, blob)
+        else:
+            views = self._views_of(blob)
+        if held:
+            torch._foreach_copy_(views, [shard.tensor.detach() for shard in held])
+        return self._part, blob
+
+    def _views_of(self, blob: torch.Tensor) -> list[torch.Tensor]:
+        address = blob.data_ptr()
+        views = self._views.pop(address, None) or _boxes(self._part, blob)
+        self._views[address] = views
+        while len(self._views) > REMEMBERED_BLOBS:
+            del self._views[next(iter(self._views))]
+        return views
+
+
+def _plan(held: Sequence[LocalShard], rank: int) -> Part:
+    shards, end = [], 0
     for shard in held:
-        starts.append(end)
-        end += -(-shard.tensor.numel() * shard.tensor.element_size() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    blob = torch.zeros(end, dtype=torch.uint8)
-    described = []
-    for shard, start in zip(held, starts, strict=True):
         num_bytes = shard.tensor.numel() * shard.tensor.element_size()
-        box = blob[start : start + num_bytes]
-        box.view(shard.tensor.dtype).view(shard.tensor.shape).copy_(shard.tensor.detach())
-        described.append(
+        shards.append(
             Shard(
                 name=shard.name,
                 dtype=str(shard.tensor.dtype).removeprefix("torch."),
@@ -55,12 +94,30 @@ def pack(local_shards: Iterable[LocalShard], rank: int) -> tuple[tuple[Shard, ..
                 offsets=tuple(shard.offsets),
                 shape=tuple(shard.tensor.shape),
                 rank=rank,
-                start_bytes=start,
+                start_bytes=end,
                 num_bytes=num_bytes,
-                digest=digest(box),
             )
         )
-    return tuple(described), blob
+        end += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return Part.of(rank, shards, end)
+
+
+def pack(local_shards: Iterable[LocalShard], rank: int) -> tuple[Packed, torch.Tensor]:
+    """Copy a rank's shards into a new blob and describe them, digests included."""
+    part, blob = Packer(rank).pack(local_shards)
+    return Packed(part=part, digests=digests(part, blob)), blob
+
+
+def digests(part: Part, blob: torch.Tensor) -> bytes:
+    """xxh3-64 of every shard in a rank's blob, 8 bytes each. Releases Python's global lock for large shards."""
+    import xxhash
+
+    flat, hashed = blob.numpy(), xxhash.xxh3_64_intdigest
+    found = [
+        hashed(flat[each.start_bytes : each.start_bytes + each.num_bytes])  # pyright: ignore[reportArgumentType]
+        for each in part.shards
+    ]
+    return struct.pack(f"<{len(found)}Q", *found)
 
 
 def unpack(manifest: Manifest, blobs: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -70,25 +127,32 @@ def unpack(manifest: Manifest, blobs: Mapping[int, torch.Tensor]) -> dict[str, t
     """
     import torch
 
+    boxes = {part.rank: _boxes(part, blobs[part.rank]) for part in manifest.layout.parts if part.shards}
+    flat = [box for rank in boxes for box in boxes[rank]]
     weights: dict[str, torch.Tensor] = {}
-    for name, shards in manifest.by_name().items():
-        boxes = [_view(shard, blobs[shard.rank]) for shard in shards]
-        if shards[0].shape == shards[0].global_shape:
-            weights[name] = boxes[0]
+    for shard, box in zip(manifest.shards, flat, strict=True):
+        if shard.is_whole:
+            weights[shard.name] = box
             continue
-        whole = torch.empty(shards[0].global_shape, dtype=boxes[0].dtype)
-        for shard, box in zip(shards, boxes, strict=True):
-            whole[slices(shard)] = box
-        weights[name] = whole
+        if shard.name not in weights:
+            weights[shard.name] = torch.empty(shard.global_shape, dtype=box.dtype)
+        weights[shard.name][slices(shard)] = box
     return weights
 
 
 def check_blob(manifest: Manifest, rank: int, blob: torch.Tensor) -> None:
-    """Raise WeightsError when a blob as received is not what its rank packed."""
-    for shard in manifest.shards:
-        if shard.rank != rank:
-            continue
-        if digest(blob[shard.start_bytes : shard.start_bytes + shard.num_bytes]) != shard.digest:
+    """Raise WeightsError when a blob as received is not what its rank packed. Does nothing without digests."""
+    if not manifest.digests:
+        return
+    part = next(part for part in manifest.layout.parts if part.rank == rank)
+    if blob.numel() < part.blob_bytes:
+        raise WeightsError(
+            f"{manifest.version}: {part.shards[-1].name} arrived damaged from the store: rank {rank}'s blob has "
+            f"{blob.numel()} of {part.blob_bytes} bytes; the version before it stays in use."
+        )
+    found = struct.unpack(f"<{len(part.shards)}Q", digests(part, blob))
+    for shard, value in zip(part.shards, found, strict=True):
+        if value != manifest.digest_of(shard):
             raise WeightsError(
                 f"{manifest.version}: {shard.name} arrived damaged from the store; the version before it stays in use."
             )
@@ -108,8 +172,12 @@ def digest(tensor: torch.Tensor) -> int:
     return xxhash.xxh3_64_intdigest(flat.numpy())  # pyright: ignore[reportArgumentType]
 
 
-def _view(shard: Shard, blob: torch.Tensor) -> torch.Tensor:
+def _boxes(part: Part, blob: torch.Tensor) -> list[torch.Tensor]:
+    """A view of each shard in a blob."""
     import torch
 
-    box = blob[shard.start_bytes : shard.start_bytes + shard.num_bytes]
-    return box.view(getattr(torch, shard.dtype)).view(shard.shape)
+    dtypes = {dtype: getattr(torch, dtype) for dtype in {shard.dtype for shard in part.shards}}
+    return [
+        blob[shard.start_bytes : shard.start_bytes + shard.num_bytes].view(dtypes[shard.dtype]).view(shard.shape)
+        for shard in part.shards
+    ]

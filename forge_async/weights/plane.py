@@ -1,68 +1,145 @@
 """Publishing and reading versions over a store: shards first, then the manifest, old versions deleted when unread.
 
-Keys are `<version>/shard/<rank>` and `<version>/manifest`, always fresh: a version is immutable.
+Keys are `<version>/shard/<rank>`, `<version>/part/<rank>` and `<version>/manifest`, always fresh: a version never
+changes. What all versions share is under `layout/<id>`.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from forge_async.core.errors import WeightsError
 from forge_async.core.versions import PolicyVersion
-from forge_async.weights.manifest import Manifest
-from forge_async.weights.packing import check_blob
+from forge_async.weights.manifest import SCHEMA, Layout, Manifest, Part, build_layout
+from forge_async.weights.packing import check_blob, digests
 from forge_async.weights.ports import WeightStore
+
+MANIFEST, SHARD = "/manifest", "/shard/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StagedPart:
+    """What a rank puts beside its blob."""
+
+    part_id: str
+    digests: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Record:
+    """A manifest as it is stored: the layout by the ids of its parts."""
+
+    part_ids: tuple[str, ...]
+    digests: bytes
+    kind: str
+    schema: int
 
 
 class WeightPlane:
     """The life of versions, seen from one process."""
 
-    def __init__(self, store: WeightStore) -> None:
-        self._store = store
+    def __init__(self, store: WeightStore, *, checksums: bool = True) -> None:
+        """`checksums`: whether shards are hashed when staged, and compared when read."""
+        self.store = store
+        self._checksums = checksums
+        self._put_parts: set[str] = set()
+        self._layouts: dict[tuple[str, ...], Layout] = {}
 
-    async def stage(self, version: PolicyVersion, rank: int, blob: Any) -> None:
+    async def stage(self, version: PolicyVersion, part: Part, blob: Any) -> None:
         """Put one rank's shards. Invisible to readers until the manifest is committed."""
-        await self._store.put(f"{version}/shard/{rank}", blob)
+        hashed = await asyncio.to_thread(digests, part, blob) if self._checksums else b""
+        staged = _StagedPart(part_id=part.id, digests=hashed)
+        items: dict[str, Any] = {} if part.id in self._put_parts else {f"layout/{part.id}": part}
+        items |= {f"{version}{SHARD}{part.rank}": blob} if part.blob_bytes else {}
+        await self.store.put(items | {f"{version}/part/{part.rank}": staged})
+        self._put_parts.add(part.id)
 
-    async def commit(self, manifest: Manifest) -> None:
-        """Make a version readable. Call once, after every rank has staged."""
-        await self._store.put(f"{manifest.version}/manifest", manifest)
+    async def commit(self, version: PolicyVersion, num_ranks: int = 1) -> Manifest:
+        """Make a version readable. Call once, after every rank has staged.
+
+        Raises WeightsError when a rank has not, or when what they staged does not form whole parameters.
+        """
+        try:
+            async with self.store.reading([f"{version}/part/{rank}" for rank in range(num_ranks)]) as staged:
+                parts: list[_StagedPart] = list(staged)
+        except KeyError as error:
+            raise WeightsError(f"{version}: {error.args[0]} was never staged; nothing was published.") from error
+        layout = await self._layout(version, tuple(part.part_id for part in parts))
+        hashed = b"".join(part.digests for part in parts)
+        manifest = Manifest(version=version, layout=layout, digests=hashed)
+        record = _Record(part_ids=layout.ids, digests=hashed, kind=manifest.kind, schema=manifest.schema)
+        await self.store.put({f"{version}{MANIFEST}": record})
+        return manifest
 
     async def manifest(self, version: PolicyVersion) -> Manifest:
         """Raises WeightsError when the version is not there (never committed, or retired)."""
         try:
-            return await self._store.get(f"{version}/manifest")
+            async with self.store.reading([f"{version}{MANIFEST}"]) as [record]:
+                pass
         except KeyError as error:
             raise WeightsError(
                 f"{version} is not in the store: it was never published whole, or is already retired."
             ) from error
+        if record.schema != SCHEMA:
+            raise WeightsError(f"{version} was published by another release (schema {record.schema}, not {SCHEMA}).")
+        layout = await self._layout(version, record.part_ids)
+        return Manifest(version=version, layout=layout, digests=record.digests, kind=record.kind)
 
-    async def read(self, version: PolicyVersion) -> tuple[Manifest, dict[int, Any]]:
-        """Fetch a version: its manifest and the blob of each rank, checked against the manifest's digests.
+    @asynccontextmanager
+    async def reading(self, version: PolicyVersion) -> AsyncIterator[tuple[Manifest, dict[int, Any]]]:
+        """Enter to have a version's manifest and the blob of each rank, checked against the manifest's digests.
 
-        Raises WeightsError when it is not there, is retired meanwhile, or arrived damaged.
+        The blobs may be the store's own memory, to be used until the exit and never written to.
+        Raises WeightsError when the version is not there, is retired meanwhile, or arrived damaged.
         """
         manifest = await self.manifest(version)
+        ranks = manifest.ranks
+        held = self.store.reading([f"{version}{SHARD}{rank}" for rank in ranks])
         try:
-            blobs = await asyncio.gather(*(self._store.get(f"{version}/shard/{rank}") for rank in manifest.ranks))
+            blobs = dict(zip(ranks, await held.__aenter__(), strict=True))
         except KeyError as error:
             raise WeightsError(f"{version} was retired while it was read; pull a newer one.") from error
-        for rank, blob in zip(manifest.ranks, blobs, strict=True):
-            check_blob(manifest, rank, blob)
-        return manifest, dict(zip(manifest.ranks, blobs, strict=True))
+        try:
+            if self._checksums:
+                await asyncio.to_thread(_check_all, manifest, blobs)
+            yield manifest, blobs
+        finally:
+            await held.__aexit__(None, None, None)
 
     async def retire(self, version: PolicyVersion) -> None:
-        """Delete a version, manifest first, so that no reader can begin on half of it. Unknown versions are ignored."""
-        prefix = f"{version}/"
-        keys = [key for key in await self._store.keys() if key.startswith(prefix)]
-        for key in sorted(keys, key=lambda key: not key.endswith("/manifest")):
-            try:
-                await self._store.delete(key)
-            except KeyError:
-                continue
+        """Delete a version, and whatever older one was staged and never committed. Unknown versions are ignored."""
+        await self.store.delete(f"{version}/")
+        for old in unfinished(await self.store.keys(), before=version):
+            await self.store.delete(f"{old}/")
 
     async def versions(self) -> list[PolicyVersion]:
         """Readable versions, oldest first."""
-        keys = await self._store.keys()
-        return sorted(PolicyVersion.parse(key.removesuffix("/manifest")) for key in keys if key.endswith("/manifest"))
+        keys = await self.store.keys()
+        return sorted(PolicyVersion.parse(key.removesuffix(MANIFEST)) for key in keys if key.endswith(MANIFEST))
+
+    async def _layout(self, version: PolicyVersion, part_ids: tuple[str, ...]) -> Layout:
+        if part_ids not in self._layouts:
+            try:
+                async with self.store.reading([f"layout/{part_id}" for part_id in part_ids]) as parts:
+                    self._layouts[part_ids] = build_layout(version, parts)
+            except KeyError as error:
+                raise WeightsError(
+                    f"{version}: the store has lost {error.args[0]}; publish a newer version."
+                ) from error
+        return self._layouts[part_ids]
+
+
+def unfinished(keys: Sequence[str], before: PolicyVersion) -> set[PolicyVersion]:
+    """Versions older than `before`, of the same policy, of which parts were staged but no manifest is there."""
+    staged = {PolicyVersion.parse(key.partition("/")[0]) for key in keys if not key.startswith("layout/")}
+    whole = {PolicyVersion.parse(key.removesuffix(MANIFEST)) for key in keys if key.endswith(MANIFEST)}
+    return {version for version in staged - whole if version.policy == before.policy and version < before}
+
+
+def _check_all(manifest: Manifest, blobs: dict[int, Any]) -> None:
+    for rank, blob in blobs.items():
+        check_blob(manifest, rank, blob)

@@ -1,25 +1,52 @@
-"""What the weight plane asks of a store."""
+"""What the weight plane asks of a transport."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
+
+from forge_async.weights.transports import Transport
 
 
 class WeightStore(Protocol):
-    """A key-value store of tensors and small objects, shared by the processes of a run."""
+    """A key-value store of flat tensors and small objects, shared by the processes of a run: one transport's client.
 
-    async def put(self, key: str, value: Any) -> None:
-        """Store `value` (a flat uint8 tensor, or a small picklable object) under a fresh key."""
+    A call costs about a millisecond whatever it carries, so calls take many keys at once.
+    """
+
+    @property
+    def transport(self) -> Transport:
+        """What carries the bytes, and what it can do."""
         ...
 
-    async def get(self, key: str) -> Any:
-        """Return what was stored. Raises KeyError for a key that is not there."""
+    async def reserve(self, num_bytes: int) -> Any:
+        """Writable memory, uint8 [num_bytes], from which `put` need not copy. Given back by being put."""
         ...
 
-    async def delete(self, key: str) -> None:
-        """Forget a key. Raises KeyError for a key that is not there."""
+    async def put(self, items: Mapping[str, Any]) -> None:
+        """Store values (flat uint8 tensors, or small picklable objects) under keys, in their order.
+
+        A tensor that `reserve` gave belongs to the store from then on; others are copied.
+        """
+        ...
+
+    def reading(self, keys: Sequence[str]) -> AbstractAsyncContextManager[list[Any]]:
+        """Enter to get what is stored. Raises KeyError, with the key, for the first that is not there.
+
+        Tensors may be the store's own memory: they must not be written to, nor used after the exit. Until then they
+        stay as they are, whatever is deleted or put meanwhile.
+        """
+        ...
+
+    async def delete(self, prefix: str) -> None:
+        """Forget all keys that begin so, manifests first. None is no error."""
         ...
 
     async def keys(self) -> list[str]:
         """All keys, in no order."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of what this client holds."""
         ...

@@ -8,6 +8,8 @@ from forge_async.core.settings import setting
 
 TRANSPORTS = ("auto", "rpc", "shm", "rdma", "ipc", "broadcast", "filesystem", "http")
 
+VERIFY = ("none", "sampled", "full")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsSettings:
@@ -18,4 +20,9 @@ class WeightsSettings:
     )
     keep_versions: int = setting(2, "newest versions that stay readable; older ones are deleted once unread", low=1)
     timeout_s: float = setting(120.0, "longest time one publication or pull may take", unit="s", low=0.1)
-    verify: bool = setting(True, "compare what a replica serves with the manifest after each pull")
+    verify: str = setting(
+        "sampled",
+        "checksums of shards, made and compared beside generation (none: not at all), and how much of what a replica "
+        "serves is compared in the pause of a pull: a sample that changes with each version, or all of it",
+        choices=VERIFY,
+    )

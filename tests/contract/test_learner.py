@@ -13,8 +13,8 @@ from forge_async.core.records import Group, PromptId, Samples
 from forge_async.core.versions import NOT_SAMPLED, PolicyVersion, VersionRuns
 from forge_async.learner.batch import Share, split_batch
 from forge_async.learner.counts import Counts
-from forge_async.weights.manifest import build_manifest
-from forge_async.weights.packing import check_blob, unpack
+from forge_async.weights.manifest import Packed, build_manifest
+from forge_async.weights.packing import check_blob, digests, unpack
 from tests.child import Child, build_all, call_all
 from tests.fakes import FakeLearner, bigram_table, log_softmax
 from tests.models import Reference, make_model, read_weights
@@ -106,8 +106,8 @@ NOTHING = Share(samples=None, counts=NO_COUNTS, group_indices=(5,))
 
 def weights_of(learner):
     """The parameters, through a snapshot of one rank."""
-    shards, blob = learner.snapshot()
-    return unpack(build_manifest(learner.version, [shards]), {0: blob})
+    part, blob = learner.snapshot()
+    return unpack(build_manifest(learner.version, [Packed(part=part)]), {0: blob})
 
 
 def assert_close(one, other, *, rel=1e-6):
@@ -194,9 +194,10 @@ def test_a_snapshot_is_what_save_writes_and_does_not_move_with_the_next_step(sub
     learner = subject.make()
     learner.train(share(make_samples()))
     learner.save(tmp_path / "model")
-    shards, blob = learner.snapshot()
+    part, blob = learner.snapshot()
+    assert learner.snapshot_bytes == blob.numel()
     copied = blob.clone()
-    manifest = build_manifest(learner.version, [shards])
+    manifest = build_manifest(learner.version, [Packed(part=part, digests=digests(part, blob))])
     learner.train(share(make_samples(seed=1)))
     assert (blob == copied).all()
     check_blob(manifest, 0, blob)
@@ -337,7 +338,7 @@ def test_two_ranks_train_as_one_and_their_shards_tile(odd, children):
             assert mine.logprob_diff_max == pytest.approx(result.logprob_diff_max, abs=1e-5)
         assert pair[0].num_row_tokens == pair[1].num_row_tokens >= samples.num_tokens
     parts = call_all(ranks, "snapshot", [(), ()])
-    manifest = build_manifest(PolicyVersion(step=2), [shards for shards, _ in parts])
+    manifest = build_manifest(PolicyVersion(step=2), [Packed(part=part) for part, _ in parts])
     embedding = [shard.shape[0] for shard in manifest.by_name()["model.embed_tokens.weight"]]
     assert sorted(embedding) == [49, 50]
     assert_close(weights, unpack(manifest, {rank: blob for rank, (_, blob) in enumerate(parts)}))

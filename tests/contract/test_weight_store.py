@@ -1,8 +1,10 @@
-"""What every WeightStore promises: the one in memory that unit tests use, and torchstore on Monarch."""
+"""What every transport promises: the store in memory that unit tests use, and those of `weights.transport`."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -10,36 +12,53 @@ import torch
 
 from forge_async.core.errors import WeightsError
 from forge_async.core.versions import PolicyVersion
-from forge_async.weights.manifest import build_manifest
-from forge_async.weights.packing import LocalShard, pack, unpack
+from forge_async.weights.packing import LocalShard, Packer, pack, unpack
 from forge_async.weights.plane import WeightPlane
+from forge_async.weights.settings import WeightsSettings
 from tests.fakes import MemoryStore
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
+KINDS = ["memory", pytest.param("shm", marks=pytest.mark.stack), pytest.param("rpc", marks=pytest.mark.stack)]
 
 
-@pytest_asyncio.fixture(
-    scope="module", loop_scope="module", params=["memory", pytest.param("torchstore", marks=pytest.mark.stack)]
-)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
 async def backend(request):
-    """A store that the module's tests share; torchstore's is in a process of its own."""
+    """(store, a second client of it) that the module's tests share; a real store is in a process of its own."""
     if request.param == "memory":
-        yield MemoryStore()
+        store = MemoryStore()
+        yield store, store
         return
     from forge_async.actors.store_actor import StoreActor
-    from forge_async.backends.torchstore_store import TorchstoreStore
+    from forge_async.backends.weight_stores import open_store
 
-    actor = await StoreActor.options(mesh_name="store").as_actor()
-    yield TorchstoreStore(await actor.handle.call_one(timeout_s=60))
+    before = shared_memory_files()
+    actor = await StoreActor.options(mesh_name="store").as_actor(WeightsSettings(transport=request.param))
+    handle = await actor.handle.call_one(timeout_s=60)
+    clients = open_store(handle), open_store(handle)
+    assert clients[0].transport.name == request.param
+    yield clients
+    for client in clients:
+        await client.close()
     await actor.shutdown()
+    assert shared_memory_files() == before
+
+
+def shared_memory_files():
+    """Named segments of this machine that are ours."""
+    return {path.name for path in Path("/dev/shm").glob("forge_async*")}
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def store(backend):
     """The store, emptied."""
-    for key in await backend.keys():
-        await backend.delete(key)
-    return backend
+    await backend[0].delete("")
+    return backend[0]
+
+
+async def get(store, key):
+    """A copy of what is stored."""
+    async with store.reading([key]) as [value]:
+        return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def blob(num_bytes, seed=0):
@@ -48,86 +67,133 @@ def blob(num_bytes, seed=0):
 
 @pytest.mark.parametrize("num_bytes", [1, 64, 4097, 3 << 20])
 async def test_bytes_come_back_as_they_were_put(store, num_bytes):
-    await store.put("a/shard/0", blob(num_bytes))
-    assert torch.equal(await store.get("a/shard/0"), blob(num_bytes))
+    await store.put({"a/shard/0": blob(num_bytes)})
+    assert torch.equal(await get(store, "a/shard/0"), blob(num_bytes))
     assert await store.keys() == ["a/shard/0"]
 
 
+@pytest.mark.parametrize("num_bytes", [1, 4097, 3 << 20])
+async def test_memory_of_the_store_is_filled_and_put(store, num_bytes):
+    mine = await store.reserve(num_bytes)
+    assert (mine.numel(), mine.dtype) == (num_bytes, torch.uint8)
+    mine.copy_(blob(num_bytes, seed=3))
+    await store.put({"a": mine, "b": ("small", 1)})
+    assert torch.equal(await get(store, "a"), blob(num_bytes, seed=3))
+    assert await get(store, "b") == ("small", 1)
+
+
+async def test_another_client_reads_what_this_one_put(backend, store):
+    await store.put({"a": blob(1 << 20), "b": blob(10, seed=1)})
+    async with backend[1].reading(["b", "a"]) as [small, large]:
+        assert torch.equal(large, blob(1 << 20))
+        assert torch.equal(small, blob(10, seed=1))
+
+
+async def test_a_key_put_again_has_its_new_value(store):
+    for seed in range(3):
+        await store.put({"a": blob(1 << 20, seed=seed)})
+        assert torch.equal(await get(store, "a"), blob(1 << 20, seed=seed))
+
+
+async def test_a_slow_reader_keeps_its_bytes_whatever_is_deleted_and_put_meanwhile(backend, store):
+    await store.put({"v1": blob(1 << 20, seed=1)})
+    async with backend[1].reading(["v1"]) as [slow]:
+        await store.delete("v1")
+        for seed in range(2, 8):
+            await store.put({f"v{seed}": blob(1 << 20, seed=seed)})
+            await store.delete(f"v{seed - 1}")
+        assert torch.equal(slow, blob(1 << 20, seed=1))
+    assert torch.equal(await get(store, "v7"), blob(1 << 20, seed=7))
+
+
 async def test_a_blob_without_bytes_is_a_blob_too(store):
-    await store.put("a/shard/1", blob(0))
-    assert (await store.get("a/shard/1")).numel() == 0
+    await store.put({"a/shard/1": blob(0)})
+    assert (await get(store, "a/shard/1")).numel() == 0
 
 
 async def test_small_objects_travel_beside_tensors(store):
-    version = PolicyVersion(policy="actor", incarnation=2, step=7)
-    shards, _ = pack([LocalShard(name="w", tensor=torch.ones(2, 3), global_shape=(2, 3), offsets=(0, 0))], 0)
-    manifest = build_manifest(version, [shards])
-    await store.put("a/manifest", manifest)
-    assert await store.get("a/manifest") == manifest
+    packed, _ = pack([LocalShard(name="w", tensor=torch.ones(2, 3), global_shape=(2, 3), offsets=(0, 0))], 0)
+    await store.put({"a/part": packed})
+    assert await get(store, "a/part") == packed
 
 
-async def test_what_is_stored_moves_neither_with_its_sender_nor_with_a_reader(store):
-    sent = blob(128)
-    await store.put("a", sent)
-    sent.zero_()
-    (await store.get("a")).zero_()
-    assert torch.equal(await store.get("a"), blob(128))
+async def test_what_is_stored_does_not_move_with_its_sender(store):
+    for num_bytes in (128, 1 << 20):
+        sent = blob(num_bytes)
+        await store.put({"a": sent})
+        sent.zero_()
+        assert torch.equal(await get(store, "a"), blob(num_bytes))
 
 
-async def test_a_key_that_is_not_there_is_a_key_error(store):
-    with pytest.raises(KeyError):
-        await store.get("never")
-    with pytest.raises(KeyError):
-        await store.delete("never")
-    await store.put("a", blob(4))
+async def test_a_key_that_is_not_there_is_a_key_error_with_its_name(store):
+    await store.put({"a": blob(4)})
+    for keys in (["never"], ["a", "never"]):
+        with pytest.raises(KeyError, match="never"):
+            async with store.reading(keys):
+                pass
     await store.delete("a")
     with pytest.raises(KeyError):
-        await store.get("a")
-    with pytest.raises(KeyError):
-        await store.delete("a")
+        await get(store, "a")
+    await store.delete("a")
     assert await store.keys() == []
 
 
 async def test_keys_with_a_common_beginning_are_apart(store):
-    for number, key in enumerate(("p@0.1/shard/0", "p@0.10/shard/0", "p@0.1/shard/01")):
-        await store.put(key, blob(16, seed=number))
-    await store.delete("p@0.1/shard/0")
-    assert sorted(await store.keys()) == ["p@0.1/shard/01", "p@0.10/shard/0"]
-    assert torch.equal(await store.get("p@0.10/shard/0"), blob(16, seed=1))
+    await store.put({key: blob(16, seed=i) for i, key in enumerate(("p@0.1/shard/0", "p@0.10/shard/0", "p@0.1/part"))})
+    await store.delete("p@0.1/")
+    assert await store.keys() == ["p@0.10/shard/0"]
+    assert torch.equal(await get(store, "p@0.10/shard/0"), blob(16, seed=1))
 
 
-async def test_many_readers_and_writers_work_at_once(store):
-    await asyncio.gather(*(store.put(f"k{i}", blob(1000, seed=i)) for i in range(8)))
-    got = await asyncio.gather(*(store.get(f"k{i % 8}") for i in range(24)))
-    assert all(torch.equal(each, blob(1000, seed=i % 8)) for i, each in enumerate(got))
+async def test_many_readers_and_writers_work_at_once(backend, store):
+    sizes = [1000 if i % 2 else 100_000 for i in range(8)]
+    await asyncio.gather(*(store.put({f"k{i}": blob(sizes[i], seed=i)}) for i in range(8)))
+    got = await asyncio.gather(*(get(backend[i % 2], f"k{i % 8}") for i in range(24)))
+    assert all(torch.equal(each, blob(sizes[i % 8], seed=i % 8)) for i, each in enumerate(got))
+
+
+COLUMNS = 50_000
 
 
 async def publish(store, version, value, num_ranks=2):
-    rows, whole, plane = torch.full((3, 5), value), (3 * num_ranks, 5), WeightPlane(store)
-    packed = [
-        pack([LocalShard(name="w", tensor=rows, global_shape=whole, offsets=(3 * rank, 0))], rank)
-        for rank in range(num_ranks)
-    ]
-    await asyncio.gather(*(plane.stage(version, rank, each) for rank, (_, each) in enumerate(packed)))
-    await plane.commit(build_manifest(version, [shards for shards, _ in packed]))
+    """Two ranks with 600 kB each."""
+    whole, plane = (3 * num_ranks, COLUMNS), WeightPlane(store)
+    for rank in range(num_ranks):
+        packer, rows = Packer(rank), torch.full((3, COLUMNS), value)
+        shard = LocalShard(name="w", tensor=rows, global_shape=whole, offsets=(3 * rank, 0))
+        await plane.stage(version, *packer.pack([shard], await store.reserve(rows.nbytes)))
+    await plane.commit(version, num_ranks)
     return plane
 
 
-async def test_a_version_travels_whole_and_is_gone_when_retired(store):
+async def test_a_version_travels_whole_and_is_gone_when_retired(backend, store):
     version = PolicyVersion(step=4)
     plane = await publish(store, version, 2.5)
-    manifest, blobs = await plane.read(version)
-    assert torch.equal(unpack(manifest, blobs)["w"], torch.full((6, 5), 2.5))
+    async with WeightPlane(backend[1]).reading(version) as (manifest, blobs):
+        assert torch.equal(unpack(manifest, blobs)["w"], torch.full((6, COLUMNS), 2.5))
     assert await plane.versions() == [version]
     await plane.retire(version)
-    assert await store.keys() == []
+    assert [key for key in await store.keys() if not key.startswith("layout/")] == []
     with pytest.raises(WeightsError, match="not in the store"):
-        await plane.read(version)
+        async with plane.reading(version):
+            pass
 
 
-async def test_versions_come_and_go_without_leaving_keys(store):
-    for step in range(20):
+async def test_over_two_hundred_versions_keys_bytes_and_memory_stay_flat(backend, store):
+    counts, memory = set(), []
+    for step in range(200):
         plane = await publish(store, PolicyVersion(step=step), float(step))
+        async with WeightPlane(backend[1]).reading(PolicyVersion(step=step)) as (manifest, blobs):
+            assert unpack(manifest, blobs)["w"].unique().tolist() == [float(step)]
         await plane.retire(PolicyVersion(step=step - 2))
-    assert len(await store.keys()) == 2 * 3
-    assert [version.step for version in await plane.versions()] == [18, 19]
+        counts.add(len(await store.keys()))
+        memory.append(resident_bytes())
+    assert counts - {7, 12} == set()
+    assert [version.step for version in await plane.versions()] == [198, 199]
+    assert memory[-1] - memory[50] < 60 << 20, "versions that stay would be 180 MB; calls cost some kB each"
+    if hasattr(store, "held_bytes"):
+        assert await store.held_bytes() <= 3 * 2 * (600_000 + 4096)
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -137,7 +137,7 @@ def test_what_only_just_fits_is_accepted(changes: dict[str, Any]) -> None:
 
 ASKED = {
     "async.fresh_fraction": 0.5,
-    "weights.transport": "shm",
+    "weights.transport": "rdma",
     "sampling.top_p": 0.9,
     "sampling.top_k": 5,
     "policy.tensor_parallel": 2,

@@ -3,9 +3,9 @@ import torch
 
 from forge_async.core.errors import FingerprintError, WeightsError
 from forge_async.core.versions import PolicyVersion
-from forge_async.weights.fingerprint import check_fingerprint
-from forge_async.weights.manifest import build_manifest
-from forge_async.weights.packing import ALIGNMENT_BYTES, LocalShard, check_blob, digest, pack, unpack
+from forge_async.weights.fingerprint import check_fingerprint, check_fit, sample
+from forge_async.weights.manifest import Packed, build_manifest
+from forge_async.weights.packing import ALIGNMENT_BYTES, LocalShard, Packer, check_blob, digest, pack, unpack
 
 VERSION = PolicyVersion(step=3)
 
@@ -47,7 +47,8 @@ def test_a_transposed_box_is_packed_in_row_major_order():
     tensor = torch.arange(6.0).view(2, 3).t()
     shards, blob = pack([whole("w", tensor)], 0)
     assert torch.equal(unpack(build_manifest(VERSION, [shards]), {0: blob})["w"], tensor)
-    assert shards[0].digest == digest(tensor)
+    manifest = build_manifest(VERSION, [shards])
+    assert manifest.digest_of(manifest.shards[0]) == digest(tensor)
 
 
 def test_every_flipped_byte_shows_in_a_digest(packed):
@@ -93,5 +94,70 @@ def test_the_first_parameter_that_differs_is_named(model, packed, change, messag
 
 def test_a_rank_that_holds_nothing_packs_nothing():
     shards, blob = pack([LocalShard(name="w", tensor=torch.zeros(0, 4), global_shape=(3, 4), offsets=(3, 0))], 1)
-    assert shards == ()
+    assert shards.part.shards == ()
     assert blob.numel() == 0
+
+
+def test_a_packer_writes_into_the_memory_that_it_is_given_and_plans_anew_when_shards_change(model):
+    packer, memory = Packer(0), [torch.full((packed_bytes(model),), 7, dtype=torch.uint8) for _ in range(6)]
+    parts = []
+    for turn, blob in enumerate([*memory, *memory]):
+        shards = [whole(name, tensor + turn) for name, tensor in model.items()]
+        part, used = packer.pack(shards, blob)
+        assert used is blob
+        weights = unpack(build_manifest(VERSION, [Packed(part=part)]), {0: blob})
+        assert all(torch.equal(weights[name], tensor + turn) for name, tensor in model.items())
+        parts.append(part)
+    assert all(part is parts[0] for part in parts)
+    part, used = packer.pack([whole("b", model["b"])], memory[0])
+    assert used is not memory[0]
+    assert [shard.name for shard in part.shards] == ["b"]
+    assert packer.blob_bytes == used.numel() == 64
+
+
+def packed_bytes(model):
+    return Packer(0).pack([whole(name, tensor) for name, tensor in model.items()])[1].numel()
+
+
+def test_equal_parts_have_equal_ids_and_others_do_not(model):
+    ids = [Packer(rank).pack([whole(name, model[name]) for name in names])[0].id
+           for rank, names in ((0, "ab"), (0, "ab"), (1, "ab"), (0, "ba"))]  # fmt: skip
+    assert ids[0] == ids[1]
+    assert len(set(ids)) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"b": lambda t: t[:2]},
+            r"policy_0 refuses policy@0.3: b has shape \(3, 5\) and dtype float32 there, and shape",
+        ),
+        ({"a": lambda t: t.float()}, "dtype bfloat16 there, and shape .* and dtype float32 in the engine"),
+        ({"scale": lambda t: None}, "the engine has no scale; nothing was written"),
+    ],
+)
+def test_a_version_that_does_not_fit_the_engine_is_refused(model, packed, change, message):
+    held = {name: change.get(name, lambda t: t)(tensor) for name, tensor in model.items()}
+    held = {name: tensor for name, tensor in held.items() if tensor is not None}
+    with pytest.raises(WeightsError, match=message):
+        check_fit(packed[0], reader(held), "policy_0")
+    check_fit(packed[0], reader(model), "policy_0")
+
+
+def test_samples_are_small_and_over_many_versions_reach_every_parameter():
+    shards = [whole(f"p{i}", torch.zeros(1 << 18)) for i in range(40)]
+    packed, _ = pack(shards, 0)
+    reached = set()
+    for step in range(40):
+        names = sample(build_manifest(PolicyVersion(step=step), [packed]))
+        assert 1 <= len(names) <= 4
+        reached |= set(names)
+    assert reached == {shard.name for shard in shards}
+
+
+def test_a_sampled_comparison_reads_only_the_names_asked(model, packed):
+    changed = {name: tensor + 1 for name, tensor in model.items() if name != "a"} | {"a": model["a"]}
+    check_fingerprint(packed[0], reader(changed), "policy_0", ["a"])
+    with pytest.raises(FingerprintError, match="but b as it is served differs"):
+        check_fingerprint(packed[0], reader(changed), "policy_0", ["a", "b"])

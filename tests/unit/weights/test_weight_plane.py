@@ -5,8 +5,7 @@ import torch
 
 from forge_async.core.errors import WeightsError
 from forge_async.core.versions import PolicyVersion
-from forge_async.weights.manifest import build_manifest
-from forge_async.weights.packing import LocalShard, pack
+from forge_async.weights.packing import LocalShard, Packer
 from forge_async.weights.plane import WeightPlane
 from tests.fakes import MemoryStore
 
@@ -15,37 +14,41 @@ def parts_of(step, num_ranks=2):
     """What each rank packs of the model of `step`: rows of one parameter."""
     rows = (LocalShard(name="w", tensor=torch.full((1, 4), step), global_shape=(num_ranks, 4), offsets=(rank, 0))
             for rank in range(num_ranks))  # fmt: skip
-    return [pack([shard], rank) for rank, shard in enumerate(rows)]
+    return [Packer(rank).pack([shard]) for rank, shard in enumerate(rows)]
 
 
 async def publish(plane, step, num_ranks=2, incarnation=0):
     version = PolicyVersion(step=step, incarnation=incarnation)
-    parts = parts_of(step, num_ranks)
-    for rank, (_, blob) in enumerate(parts):
-        await plane.stage(version, rank, blob)
-    await plane.commit(build_manifest(version, [shards for shards, _ in parts]))
+    for part, blob in parts_of(step, num_ranks):
+        await plane.stage(version, part, blob)
+    await plane.commit(version, num_ranks)
     return version
+
+
+async def read(plane, version):
+    async with plane.reading(version) as (manifest, blobs):
+        return manifest, blobs
 
 
 async def test_a_version_is_read_as_it_was_published():
     plane = WeightPlane(MemoryStore())
     version = await publish(plane, 4)
-    manifest, blobs = await plane.read(version)
+    manifest, blobs = await read(plane, version)
     assert manifest.version == version
     assert {rank: torch.equal(blob, parts_of(4)[rank][1]) for rank, blob in blobs.items()} == {0: True, 1: True}
 
 
 async def test_a_version_that_was_never_published_is_named():
     with pytest.raises(WeightsError, match=r"policy@0\.4 is not in the store"):
-        await WeightPlane(MemoryStore()).read(PolicyVersion(step=4))
+        await read(WeightPlane(MemoryStore()), PolicyVersion(step=4))
 
 
 async def test_staged_shards_without_a_manifest_are_invisible():
     plane = WeightPlane(MemoryStore())
-    await plane.stage(PolicyVersion(step=1), 0, parts_of(1)[0][1])
+    await plane.stage(PolicyVersion(step=1), *parts_of(1)[0])
     assert await plane.versions() == []
     with pytest.raises(WeightsError):
-        await plane.read(PolicyVersion(step=1))
+        await read(plane, PolicyVersion(step=1))
 
 
 async def test_a_damaged_shard_is_noticed_by_its_reader():
@@ -54,7 +57,7 @@ async def test_a_damaged_shard_is_noticed_by_its_reader():
     version = await publish(plane, 4)
     store.data[f"{version}/shard/1"][0] ^= 1
     with pytest.raises(WeightsError, match="w arrived damaged"):
-        await plane.read(version)
+        await read(plane, version)
 
 
 async def test_the_manifest_goes_first_when_a_version_is_retired():
@@ -64,8 +67,8 @@ async def test_the_manifest_goes_first_when_a_version_is_retired():
     await plane.retire(version)
     deletions = [key for name, key in store.operations if name == "delete"]
     assert deletions[0] == f"{version}/manifest"
-    assert len(deletions) == 3
-    assert store.data == {}
+    assert len(deletions) == 5
+    assert all(key.startswith("layout/") for key in store.data)
     await plane.retire(version)
 
 
@@ -81,7 +84,7 @@ async def test_a_reader_whose_version_is_retired_meanwhile_is_told_so():
     store = MemoryStore()
     plane = WeightPlane(store)
     version = await publish(plane, 4)
-    reading = asyncio.create_task(plane.read(version))
+    reading = asyncio.create_task(read(plane, version))
     while ("get", f"{version}/shard/0") not in store.operations:  # noqa: ASYNC110
         await asyncio.sleep(0)
     store.data.clear()
@@ -99,4 +102,45 @@ async def test_two_hundred_versions_leave_as_many_keys_as_two():
         for old in retention.take_deletable():
             await plane.retire(old)
         counts.append(len(store.data))
-    assert set(counts[1:]) == {2 * 3}
+    assert set(counts[1:]) == {2 * 5 + 2}, "two versions of two ranks, and the layout of each rank"
+
+
+async def test_a_version_that_a_rank_did_not_stage_is_not_committed():
+    store = MemoryStore()
+    plane = WeightPlane(store)
+    await plane.stage(PolicyVersion(step=1), *parts_of(1)[0])
+    with pytest.raises(WeightsError, match=r"policy@0\.1/part/1 was never staged; nothing was published"):
+        await plane.commit(PolicyVersion(step=1), 2)
+    assert await plane.versions() == []
+
+
+async def test_what_a_dead_incarnation_staged_goes_with_the_next_version_that_is_retired():
+    store = MemoryStore()
+    plane = WeightPlane(store)
+    await publish(plane, 1)
+    await plane.stage(PolicyVersion(step=2), *parts_of(2)[0])
+    await plane.stage(PolicyVersion(policy="other", step=2), *parts_of(2)[0])
+    born_again = [await publish(WeightPlane(store), step, incarnation=1) for step in (1, 2)]
+    await plane.stage(PolicyVersion(step=3, incarnation=1), *parts_of(3)[0])
+    await plane.retire(born_again[0])
+    left = {key.partition("/")[0] for key in store.data if not key.startswith("layout/")}
+    assert left == {"policy@0.1", "other@0.2", "policy@1.2", "policy@1.3"}
+
+
+async def test_the_layout_is_put_once_and_read_once():
+    store = MemoryStore()
+    writer, reader = WeightPlane(store), WeightPlane(store)
+    for step in range(3):
+        await read(reader, await publish(writer, step))
+    layouts = [operation for operation in store.operations if operation[1].startswith("layout/")]
+    assert [name for name, _ in layouts].count("put") == 2
+    assert [name for name, _ in layouts].count("get") == 4, "once by who commits and once by who reads, for each rank"
+
+
+async def test_without_checksums_nothing_is_hashed_or_compared():
+    store = MemoryStore()
+    plane = WeightPlane(store, checksums=False)
+    version = await publish(plane, 4)
+    store.data[f"{version}/shard/1"][0] ^= 1
+    manifest, _ = await read(plane, version)
+    assert manifest.digests == b""
