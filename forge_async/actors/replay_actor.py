@@ -136,6 +136,11 @@ class ReplayActor(ForgeActor):
         await self._do(lambda: self._state.add_replica(replica, step))
 
     @concurrent_endpoint
+    async def set_max_staleness(self, max_staleness: int) -> None:
+        """Start groups under another bound on age from here on."""
+        await self._do(lambda: self._state.set_max_staleness(max_staleness))
+
+    @concurrent_endpoint
     async def state(self) -> dict[str, float]:
         """Figures under the names of metrics.jsonl."""
         return self._state.state()
