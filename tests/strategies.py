@@ -57,9 +57,12 @@ def dials(
     age = draw(st.integers(0, max_staleness))
     every = draw(st.integers(1, age + 1))
     num_groups = draw(st.integers(1, groups_per_step))
-    window = draw(st.integers(1, (age - every + 1) * num_groups + 1))
+    num_fresh = draw(st.integers(0, num_groups - 1)) if age > 0 and every == 1 and draw(st.booleans()) else 0
+    window = draw(st.integers(1, (age - every + 1) * (num_groups - num_fresh) + 1))
     settings = AsyncSettings(
-        max_staleness=age,
+        max_staleness="auto" if age > 0 and draw(st.booleans()) else age,
+        max_staleness_cap=max(age, 1),
+        fresh_fraction=num_fresh / num_groups,
         window=window,
         publish_every=every,
         order=draw(

@@ -120,6 +120,11 @@ class ReplayActor(ForgeActor):
         await self._replay.add_replica(replica, step)
 
     @concurrent_endpoint
+    async def set_max_staleness(self, max_staleness: int) -> None:
+        """Start groups under another bound on age from here on."""
+        await self._replay.set_max_staleness(max_staleness)
+
+    @concurrent_endpoint
     async def state(self) -> dict[str, float]:
         """Figures under the names of metrics.jsonl."""
         return await self._replay.state()

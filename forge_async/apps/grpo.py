@@ -56,7 +56,7 @@ def _train(config: Config, begun_s: float) -> int:
     directory = RunDirectory.create(
         path, resume=config.run.resume, overwrite=config.run.overwrite, config=config.to_yaml()
     )
-    bound = config.asynchrony.max_staleness if config.asynchrony.buffer != "stream" else None
+    bound = config.asynchrony.highest_staleness
     progress = Progress(config.root.steps, sys.stdout, mode=config.run.progress, max_staleness=bound)
     progress.say(f"run directory: {directory.path}")
     launch = Launch(config, model_folder, directory, progress, begun_s)

@@ -16,7 +16,7 @@ from forge_async.config.schema import Config
 from forge_async.core.errors import ConfigError
 from forge_async.learner.settings import OBJECTIVES
 from forge_async.policy.concurrency import concurrency_limit
-from forge_async.replay.bound import effective
+from forge_async.replay.lanes import Lanes
 
 
 def check(config: Config) -> None:
@@ -49,7 +49,7 @@ def preset_is_kept(config: Config) -> str | None:
 def age_is_corrected(config: Config) -> str | None:
     """Old samples need importance weights."""
     dials = config.asynchrony
-    if dials.max_staleness > 0 and dials.correction == "none" and not dials.force_uncorrected:
+    if dials.highest_staleness != 0 and dials.correction == "none" and not dials.force_uncorrected:
         return (
             f"async.correction=none with async.max_staleness={dials.max_staleness} would train on old samples as if "
             "they were new; use async.correction=token_is, async.max_staleness=0 or async.force_uncorrected=true."
@@ -101,7 +101,7 @@ def overlong_fits(config: Config) -> str | None:
 def dials_agree(config: Config) -> str | None:
     """Staleness, window, order, publication and buffer leave room for a batch, by the replay room's own arithmetic."""
     try:
-        effective(config.asynchrony, config.root.groups_per_step)
+        Lanes.of(config.asynchrony, config.root.groups_per_step)
     except ConfigError as error:
         return str(error)
     return None

@@ -79,7 +79,7 @@ def values_text(key: Key) -> str:
     low, high, unit = key.meta["low"], key.meta["high"], key.meta["unit"]
     if key.meta["choices"]:
         return ", ".join(key.meta["choices"])
-    origin = typing.get_origin(key.type) or key.type
+    origin = typing.get_origin(key.number) or key.number
     kind = {int: "whole number", float: "number", bool: "true, false", str: "text", list: "list", dict: "mapping"}[
         origin
     ]
@@ -87,7 +87,7 @@ def values_text(key: Key) -> str:
         kind += f" from {_number(low)} to {_number(high)}" if low is not None else f" up to {_number(high)}"
     elif low is not None:
         kind += f" from {_number(low)}"
-    return f"{kind}, in {unit}" if unit else kind
+    return ", or ".join((f"{kind}, in {unit}" if unit else kind, *key.meta["words"]))
 
 
 def _number(value: float) -> str:

@@ -21,7 +21,6 @@ from omegaconf.errors import (
 )
 
 from forge_async.config.checks import check
-from forge_async.config.not_built import UNBUILT_WORDS
 from forge_async.config.presets import ALL_PRESETS
 from forge_async.config.schema import KEYS, SECTIONS, Config, attribute
 from forge_async.config.sources import Entry, file_layer, find_config, known_key, override_layer, show
@@ -144,17 +143,15 @@ def _wrong_type(name: str, value: Any) -> str:
     noun, example = _kind(name)
     if value is None:
         return f"{name} is given no value; give {noun}, such as {name}={example}."
-    if value in UNBUILT_WORDS.get(name, ()):
-        return f"{name}={value} is not built yet; give {noun}, such as {name}={example}."
     return f"{name}={show(value)} is not {noun}; write for example {name}={example}."
 
 
 def _kind(name: str) -> tuple[str, str]:
     """What a value of this key is called in a message, and an example of one."""
     key = known_key(name, "", "")
-    if key.type in (int, float, bool):
-        noun = {int: "a whole number", float: "a number", bool: "true or false"}[key.type]
-        return noun, show(key.default)
+    if key.number in (int, float, bool):
+        noun = {int: "a whole number", float: "a number", bool: "true or false"}[key.number]
+        return " or ".join((noun, *key.meta["words"])), show(key.default)
     if key.type is str:
         return "text", show(key.default or "some-text")
     if typing.get_origin(key.type) is list:
@@ -177,6 +174,8 @@ def _resolve(tree: DictConfig, name: str, last: Mapping[str, tuple[int, Entry]])
 def _finished(name: str, value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{name}={value} is not a finite number; write for example {name}={KEYS[name].default}.")
+    if isinstance(value, str) and KEYS[name].meta["words"] and re.fullmatch(r"-?\d+", value):
+        return int(value)  # an interpolation gives text where a word may stand too
     if isinstance(value, str) and name in _PATHS and value.startswith("~/"):
         return str(Path(value).expanduser())
     return value

@@ -29,7 +29,6 @@ class NotBuilt:
 
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
-    NotBuilt(key="async.fresh_fraction", allowed=(0.0,)),
     NotBuilt(key="weights.transport", allowed=("auto", "shm", "rpc")),
     NotBuilt(key="sampling.top_p", allowed=(1.0,), why="the learner cannot renormalise over the kept tokens"),
     NotBuilt(key="sampling.top_k", allowed=(0,), why="the learner cannot renormalise over the kept tokens"),
@@ -39,9 +38,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt(key="run.resume", allowed=(False,)),
 )
 """The one list of what exists as a word but does not run yet."""
-
-UNBUILT_WORDS: dict[str, tuple[str, ...]] = {"async.max_staleness": ("auto",)}
-"""Words of keys whose type has no room for them yet."""
 
 
 def is_built(key: str, value: Any) -> bool:

@@ -105,11 +105,16 @@ class Key:
     field: str
     """Name of the dataclass field."""
     type: Any
-    """Type hint of the field: str, int, float, bool, list[str], or a dict of plain values."""
+    """Type hint of the field: str, int, float, bool, int | str, list[str], or a dict of plain values."""
     default: Any
     """Value when the user says nothing."""
     meta: Mapping[str, Any]
-    """What `core.settings.setting` recorded: doc, unit, low, high, choices."""
+    """What `core.settings.setting` recorded: doc, unit, low, high, choices, words."""
+
+    @property
+    def number(self) -> Any:
+        """The type, or that of the number where words are allowed beside it."""
+        return typing.get_args(self.type)[0] if self.meta["words"] else self.type
 
     @property
     def is_mapping(self) -> bool:

@@ -21,6 +21,7 @@ def setting(
     low: float | None = None,
     high: float | None = None,
     choices: Sequence[str] = (),
+    words: Sequence[str] = (),
 ) -> Any:
     """A dataclass field with its documentation.
 
@@ -30,8 +31,9 @@ def setting(
         unit: unit of a number ("s", "tokens", "bytes", "steps"), "" when it has none.
         low, high: inclusive range of a number.
         choices: the allowed words of a string.
+        words: words that a number may be given as instead.
     """
-    metadata = {"doc": doc, "unit": unit, "low": low, "high": high, "choices": tuple(choices)}
+    metadata = {"doc": doc, "unit": unit, "low": low, "high": high, "choices": tuple(choices), "words": tuple(words)}
     if isinstance(default, (list, dict)):
         factory: Callable[[], Any] = lambda: type(default)(default)  # noqa: E731
         return dataclasses.field(default_factory=factory, metadata=metadata)
@@ -48,6 +50,9 @@ def _check_field(key: str, value: Any, metadata: Any) -> None:
     choices, low, high = metadata.get("choices"), metadata.get("low"), metadata.get("high")
     if choices and value not in choices:
         raise ConfigError(f"{key}={value} is not one of {', '.join(choices)}.")
+    words = metadata.get("words")
+    if words and isinstance(value, str) and value not in words:
+        raise ConfigError(f"{key}={value} is neither a number nor {' or '.join(words)}; give one of them.")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return
     if math.isnan(value):

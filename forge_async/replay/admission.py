@@ -17,6 +17,8 @@ class Admission:
     """Version below which no token of the group may be made: it moves only to replicas at or above it (Law 4)."""
     attempt: int
     """Number of this try; give it back with `end`, so that a late report of an old try ends nothing."""
+    fresh: bool = False
+    """Whether the step in progress waits for it: a fresh group, which an engine should make first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Which groups a replica is given: those that wait first, then new prompts, as the bound and the caps allow."""
+"""Which groups a replica is given: those that wait first, then new prompts, as the bounds and the caps allow."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Callable
 from forge_async.core.errors import ForgeError
 from forge_async.replay import events as ev
 from forge_async.replay.admission import Admission, Prompts
-from forge_async.replay.bound import UNLIMITED, Bound, tokens_allow
+from forge_async.replay.bound import UNLIMITED, tokens_allow
 from forge_async.replay.entry import Effect, State
 from forge_async.replay.events import Event
+from forge_async.replay.lanes import Lane, Lanes
 from forge_async.replay.ledger import Ledger
 from forge_async.replay.routing import Routing
 from forge_async.replay.settings import AsyncSettings
@@ -22,14 +23,14 @@ class Admitter:
         self,
         *,
         ledger: Ledger,
-        bound: Bound,
+        lanes: Lanes,
         settings: AsyncSettings,
         prompts: Prompts,
         num_steps: int | None,
         apply: Callable[[Event], Effect],
     ) -> None:
-        self.bound = bound
-        self.routing = Routing(bound.groups_per_step)
+        self.lanes = lanes
+        self.routing = Routing(lanes.groups_per_step)
         self._ledger, self._settings, self._prompts = ledger, settings, prompts
         self._num_steps, self._apply = num_steps, apply
 
@@ -39,12 +40,11 @@ class Admitter:
         if self._ledger.closed:
             return []
         self._give_up()
-        if self.bound.synchronous:
+        if self.lanes.synchronous:
             self._open_round()
-        most = min(max_groups, self.fair_share(replica) - self._ledger.in_flight[replica])
-        given = self._give_waiting(replica, version, most)
-        while not self.bound.synchronous and len(given) < most and self._may_admit(version):
-            given.append(self._start(self._admit_next(), replica, version))
+        given: list[Admission] = []
+        for lane in self.lanes:
+            given += self._give(lane, replica, version, max_groups - len(given))
         return given
 
     def version_of(self, replica: str) -> int:
@@ -54,50 +54,63 @@ class Admitter:
             raise ForgeError(f"Replica {replica!r} has not joined the replay actor; call add_replica first.")
         return version
 
-    def num_wanted(self) -> int:
-        """Groups that the steps to come need beyond those that are untaken."""
+    def num_wanted(self, lane: Lane) -> int:
+        """Groups of a lane that the steps to come need beyond those that are untaken; 0 or less: none."""
         if self._num_steps is None:
             return UNLIMITED
         left = max(self._num_steps - self._ledger.next_step, 0)
-        return left * self.bound.groups_per_step - len(self._ledger.untaken)
+        return left * lane.bound.groups_per_step - self._ledger.num_untaken(lane.fresh)
 
-    def fair_share(self, replica: str) -> int:
+    def room(self, lane: Lane, version: int) -> int:
+        """New groups of a lane for which there is room at a version; 0 or less: none."""
+        return lane.bound.room(self._ledger.num_untaken(lane.fresh), self._ledger.steps_unpulled(version))
+
+    def fair_share(self, lane: Lane, replica: str) -> int:
         """How many groups a replica should have in flight, by its speed; at S = 0 the index decides instead.
 
         What it shares with others is what is in flight, waits, or could be admitted at its version. Others are those
-        that serve its version or will at their next pull: one that is further behind is not waited for.
+        that serve its version or will at their next pull: one that is further behind is not waited for. A fresh group
+        is shared among the fresh alone, any other with regard to all that a replica has to do.
         """
         ledger, version = self._ledger, self.version_of(replica)
-        if self.bound.synchronous or len(ledger.replicas) == 1:
+        if self.lanes.synchronous or len(ledger.replicas) == 1:
             return UNLIMITED
-        rivals = [
-            name
-            for name, step in ledger.replicas.items()
-            if name != replica and step >= version - self.bound.publish_every
-        ]
-        in_flight = sum(ledger.in_flight[name] for name in (replica, *rivals))
-        return self.routing.fair_share(
-            replica, rivals, in_flight + ledger.counts[State.WAITING] + self._num_admissible(version)
-        )
+        oldest = version - self.lanes.normal.bound.publish_every
+        rivals = [name for name, step in ledger.replicas.items() if name != replica and step >= oldest]
+        loads = ledger.fresh_in_flight if lane.fresh else ledger.in_flight
+        in_flight = sum(loads[name] for name in (replica, *rivals))
+        waiting = sum(ledger.entries[index].fresh is lane.fresh for index in ledger.waiting())
+        return self.routing.fair_share(replica, rivals, in_flight + waiting + self._num_admissible(lane, version))
 
-    def _num_admissible(self, version: int) -> int:
-        """How many new groups there is room for, by depth, by tokens and by the steps to come."""
-        ledger, num_untaken = self._ledger, len(self._ledger.untaken)
-        tokens_left = self._settings.max_queue_tokens - ledger.queue_tokens
-        by_tokens = max(int(tokens_left / max(ledger.mean_tokens, 1.0)), self.bound.groups_per_step - num_untaken)
-        room = self.bound.room(num_untaken, ledger.steps_unpulled(version))
-        return max(0, min(room, by_tokens, self.num_wanted()))
+    def load(self, lane: Lane, replica: str) -> int:
+        """Groups in flight with a replica that count against its fair share of a lane."""
+        return (self._ledger.fresh_in_flight if lane.fresh else self._ledger.in_flight)[replica]
 
-    def tokens_allow(self) -> bool:
-        """Whether the token cap lets one more group in."""
+    def tokens_allow(self, lane: Lane) -> bool:
+        """Whether the token cap lets one more group into a lane."""
         ledger = self._ledger
         return tokens_allow(
-            len(ledger.untaken),
+            ledger.num_untaken(lane.fresh),
             ledger.queue_tokens,
             round(ledger.mean_tokens),
             self._settings.max_queue_tokens,
-            self.bound.groups_per_step,
+            lane.bound.groups_per_step,
         )
+
+    def _give(self, lane: Lane, replica: str, version: int, max_groups: int) -> list[Admission]:
+        most = min(max_groups, self.fair_share(lane, replica) - self.load(lane, replica))
+        given = self._give_waiting(lane, replica, version, most)
+        while not self.lanes.synchronous and len(given) < most and self._may_admit(lane, version):
+            given.append(self._start(self._admit_next(lane), replica, version))
+        return given
+
+    def _num_admissible(self, lane: Lane, version: int) -> int:
+        """How many new groups there is room for, by depth, by tokens and by the steps to come."""
+        ledger = self._ledger
+        tokens_left = self._settings.max_queue_tokens - ledger.queue_tokens
+        lacking = lane.bound.groups_per_step - ledger.num_untaken(lane.fresh)
+        by_tokens = max(int(tokens_left / max(ledger.mean_tokens, 1.0)), lacking)
+        return max(0, min(self.room(lane, version), by_tokens, self.num_wanted(lane)))
 
     def _give_up(self) -> None:
         """End waiting groups whose tries are used up, so that a run, resumed or not, never hangs on one of them."""
@@ -112,42 +125,47 @@ class Admitter:
 
     def _open_round(self) -> None:
         """At S = 0: admit as many groups as the next batch lacks, if all is quiet and every replica is up to date."""
-        ledger = self._ledger
+        ledger, lane = self._ledger, self.lanes.normal
         quiet = not ledger.counts[State.WAITING] and not ledger.counts[State.IN_FLIGHT]
         if quiet and all(step == ledger.next_step for step in ledger.replicas.values()):
-            for _ in range(min(self.bound.groups_per_step - len(ledger.untaken), self.num_wanted())):
-                self._admit_next()
+            for _ in range(min(lane.bound.groups_per_step - len(ledger.untaken), self.num_wanted(lane))):
+                self._admit_next(lane)
 
-    def _give_waiting(self, replica: str, version: int, max_groups: int) -> list[Admission]:
+    def _give_waiting(self, lane: Lane, replica: str, version: int, max_groups: int) -> list[Admission]:
         ledger, given = self._ledger, []
         unpulled = ledger.steps_unpulled(version)
         for index in ledger.waiting():
-            if len(given) >= max_groups or self.bound.room(ledger.num_ahead(index), unpulled) <= 0:
+            entry = ledger.entries[index]
+            if entry.fresh is not lane.fresh:
+                continue
+            if len(given) >= max_groups or lane.bound.room(ledger.num_ahead(index), unpulled) <= 0:
                 break
-            if ledger.entries[index].floor <= version and self._may_own(index, replica):
+            if entry.floor <= version and self._may_own(index, replica):
                 given.append(self._start(index, replica, version))
         return given
 
     def _may_own(self, index: int, replica: str) -> bool:
-        if not self.bound.synchronous:
+        if not self.lanes.synchronous:
             return True
         names = sorted(self._ledger.replicas)
         return names[index % len(names)] == replica
 
-    def _may_admit(self, version: int) -> bool:
-        room = self.bound.room(len(self._ledger.untaken), self._ledger.steps_unpulled(version))
-        return room > 0 and self.num_wanted() > 0 and self.tokens_allow()
+    def _may_admit(self, lane: Lane, version: int) -> bool:
+        return self.room(lane, version) > 0 and self.num_wanted(lane) > 0 and self.tokens_allow(lane)
 
-    def _admit_next(self) -> int:
+    def _admit_next(self, lane: Lane) -> int:
         """Admit the next prompt whose tries were not used up before the run was resumed."""
         while True:
             index = self._ledger.num_admitted
             prompt_id = self._prompts.after(self._ledger.last_prompt)
-            self._apply(ev.Admitted(index=index, prompt_id=prompt_id, num_tokens=round(self._ledger.mean_tokens)))
+            num_tokens = round(self._ledger.mean_tokens)
+            self._apply(ev.Admitted(index=index, prompt_id=prompt_id, num_tokens=num_tokens, fresh=lane.fresh))
             if not self._give_up_one(index):
                 return index
 
     def _start(self, index: int, replica: str, version: int) -> Admission:
         self._apply(ev.Started(index=index, replica=replica, step=version))
         entry = self._ledger.entries[index]
-        return Admission(index=index, prompt_id=entry.prompt_id, min_step=entry.floor, attempt=entry.attempt)
+        return Admission(
+            index=index, prompt_id=entry.prompt_id, min_step=entry.floor, attempt=entry.attempt, fresh=entry.fresh
+        )

@@ -69,13 +69,12 @@ def ages(groups: Sequence[Group], step: int, ready_at_steps: Sequence[int]) -> A
     return Ages(staleness=step - flat, in_flight=ready_at - flat, in_queue=step - ready_at)
 
 
-def check_ages(groups: Sequence[Group], step: int, max_staleness: int) -> None:
-    """Raise StalenessError naming group, age and bound if step `step` may not consume one of `groups` (Law 2)."""
-    for group in groups:
-        age = step - group.oldest_step()
-        if age > max_staleness:
-            raise StalenessError(
-                f"Group {group.index} is too old for step {step}: its oldest token is of version "
-                f"{group.oldest_step()}, {age} steps before, and the bound is async.max_staleness={max_staleness}; "
-                "async.on_stale=wait makes such groups anew, drop leaves them out."
-            )
+def check_age(group: Group, step: int, max_staleness: int) -> None:
+    """Raise StalenessError naming group, age and its bound if step `step` may not consume it (Law 2)."""
+    age = step - group.oldest_step()
+    if age > max_staleness:
+        raise StalenessError(
+            f"Group {group.index} is too old for step {step}: its oldest token is of version "
+            f"{group.oldest_step()}, {age} steps before, and its bound is max_staleness={max_staleness}; "
+            "async.on_stale=wait makes such groups anew, drop leaves them out."
+        )

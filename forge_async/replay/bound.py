@@ -10,10 +10,13 @@ import sys
 from dataclasses import dataclass
 
 from forge_async.core.errors import ConfigError
-from forge_async.replay.settings import AsyncSettings
+from forge_async.replay.settings import PRESET_AGES, AsyncSettings
 
 UNLIMITED = sys.maxsize
 """Room, window and age of the preset `stream`."""
+
+AUTO_BEGINS_WITH = 2
+"""S of `async.max_staleness=auto` before anything is measured, where window and cap allow it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +28,7 @@ class Bound:
     window: int
     """W, in groups; 1 is strict order, UNLIMITED for `stream`."""
     groups_per_step: int
-    """P, groups that one step consumes."""
+    """P, groups that one step consumes (of the lane that the bound is for)."""
     publish_every: int
     """k, steps between publications."""
 
@@ -88,35 +91,78 @@ def check_combination(max_staleness: int, window: int, groups_per_step: int, pub
 
 
 def effective(settings: AsyncSettings, groups_per_step: int) -> Bound:
-    """The bound that the dials and the preset `async.buffer` ask for. Raises ConfigError for what cannot work."""
-    if settings.fresh_fraction:
-        raise ConfigError(f"async.fresh_fraction={settings.fresh_fraction:g} is not built; leave it at 0.")
+    """The bound that the dials and the preset `async.buffer` ask for. Raises ConfigError for what cannot work.
+
+    With `async.fresh_fraction` it is the bound of the groups that need not be fresh. With `async.max_staleness=auto` it
+    is the one that the run begins with.
+    """
     if settings.on_stale == "reweight" and settings.correction == "none":
         raise ConfigError(
             "async.on_stale=reweight leaves too old groups to the importance correction, so async.correction=none "
             "does not go with it; set async.correction=token_is, or async.on_stale=wait."
         )
+    age, window = _age_and_window(settings, groups_per_step - num_fresh(settings, groups_per_step))
+    if settings.fresh_fraction and age == 0:
+        raise ConfigError(
+            f"async.fresh_fraction={settings.fresh_fraction:g} does nothing at max_staleness=0, where every group is "
+            "made by the newest version; set it to 0, or async.max_staleness=1 or more."
+        )
+    return Bound(
+        max_staleness=age,
+        window=window,
+        groups_per_step=groups_per_step - num_fresh(settings, groups_per_step),
+        publish_every=settings.publish_every,
+    )
+
+
+def num_fresh(settings: AsyncSettings, groups_per_step: int) -> int:
+    """Groups of each step that the newest version makes wholly. Raises ConfigError for what cannot work."""
+    fraction, num = settings.fresh_fraction, int(settings.fresh_fraction * groups_per_step + 0.5)
+    if fraction and num == 0:
+        raise ConfigError(
+            f"async.fresh_fraction={fraction:g} is less than half a group of groups_per_step={groups_per_step}; set it "
+            f"to {1 / groups_per_step:g} or more, or to 0."
+        )
+    if fraction and num == groups_per_step:
+        raise ConfigError(
+            f"async.fresh_fraction={fraction:g} leaves no group of groups_per_step={groups_per_step} to async."
+            "max_staleness; set async.max_staleness=0 and async.fresh_fraction=0, which is that."
+        )
+    if fraction and settings.publish_every > 1:
+        raise ConfigError(
+            f"async.fresh_fraction={fraction:g} needs the newest version in every step, so "
+            f"async.publish_every={settings.publish_every} does not go with it; set async.publish_every=1."
+        )
+    return num
+
+
+def least_staleness(window: int, groups_per_step: int, publish_every: int) -> int:
+    """The least S, above 0, that `check_combination` allows."""
+    return max(1, publish_every - 1 - (1 - window) // groups_per_step)
+
+
+def _age_and_window(settings: AsyncSettings, groups_per_step: int) -> tuple[int, int]:
     if settings.buffer == "stream":
         if settings.correction == "none":
             raise ConfigError("async.buffer=stream has no bound on age, so it needs async.correction=token_is.")
-        age, window = UNLIMITED, UNLIMITED
-    elif settings.buffer == "none":
-        age, window = 0, 1
-    elif settings.buffer == "double":
-        age, window = 1, 1
-    elif settings.order == "fifo" and settings.window > 1:
+        return UNLIMITED, UNLIMITED
+    if settings.buffer in PRESET_AGES:
+        return PRESET_AGES[settings.buffer], 1
+    if settings.order == "fifo" and settings.window > 1:
         raise ConfigError(
             f"async.order=fifo never looks past a straggler, so async.window={settings.window} would only cost depth; "
             "set async.window=1, or async.order=windowed_fifo."
         )
-    else:
-        age, window = settings.max_staleness, settings.window
-    return Bound(
-        max_staleness=age,
-        window=window,
-        groups_per_step=groups_per_step,
-        publish_every=settings.publish_every,
-    )
+    if isinstance(settings.max_staleness, int):
+        return settings.max_staleness, settings.window
+    least = least_staleness(settings.window, groups_per_step, settings.publish_every)
+    if settings.max_staleness_cap < least:
+        raise ConfigError(
+            f"async.max_staleness_cap={settings.max_staleness_cap} is below {least}, the least that "
+            f"async.window={settings.window} and async.publish_every={settings.publish_every} need; set it to {least} "
+            "or more."
+        )
+    return min(max(AUTO_BEGINS_WITH, least), settings.max_staleness_cap), settings.window
 
 
 def tokens_allow(

@@ -37,6 +37,10 @@ class Entry:
 
     index: int
     prompt_id: PromptId
+    fresh: bool
+    """Whether it goes through the fresh lane."""
+    max_staleness: int
+    """The bound that was in force when it last started, or was admitted: no step may take it older, in steps."""
     num_tokens: int
     """Tokens: an estimate until the group is ready."""
     state: State = State.WAITING

@@ -26,6 +26,8 @@ class Admitted:
     prompt_id: PromptId
     num_tokens: int
     """Estimate of the group's tokens, reserved against the token cap until the group is ready."""
+    fresh: bool = False
+    """Whether it goes through the fresh lane: made wholly by the version that trains on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +133,16 @@ class Restored:
     """Started events so far, those of lost histories included, so that attempt numbers never repeat."""
     failed_tries: tuple[tuple[int, int], ...] = ()
     """(index, tries that came to nothing) of groups that may be tried again, lost histories included."""
+    fresh_lane: bool = False
+    """Whether the run has a fresh lane from here on; without one, its groups join the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundSet:
+    """From here on groups are started under this bound; those started before keep theirs."""
+
+    max_staleness: int
+    """S, in steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +166,7 @@ Event = (
     | ReplicaLeft
     | Pulled
     | Restored
+    | BoundSet
     | Closed
 )
 
@@ -171,6 +184,7 @@ _KINDS: dict[str, type[Any]] = {
     "replica_left": ReplicaLeft,
     "pulled": Pulled,
     "restored": Restored,
+    "bound_set": BoundSet,
     "closed": Closed,
 }
 _NAMES = {cls: name for name, cls in _KINDS.items()}

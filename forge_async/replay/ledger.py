@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from forge_async.core.errors import StalenessError
-from forge_async.core.records import PromptId
-from forge_async.core.versions import VersionRuns
 from forge_async.replay import events as ev
-from forge_async.replay.conservation import recount
+from forge_async.replay.book import Book
 from forge_async.replay.entry import UNTAKEN, Effect, Entry, State
 from forge_async.replay.events import Event
 from forge_async.replay.history import surviving
@@ -20,47 +16,8 @@ KEEP_ENDED = 4096
 """Ended groups are forgotten (but stay counted) when this many newer indices have been admitted."""
 
 
-class Ledger:
-    """States of groups, replicas and steps. Read what you like; change it only through `apply`."""
-
-    def __init__(self, tokens_guess: int = 1) -> None:
-        """`tokens_guess`: tokens that a group is expected to have before the first one is ready."""
-        self.entries: dict[int, Entry] = {}
-        self.untaken: list[int] = []
-        """Sorted indices of groups waiting, in flight or ready."""
-        self.ready: dict[int, int] = {}
-        """Step of the oldest token of each ready group."""
-        self.taken: dict[int, tuple[int, ...]] = {}
-        """Groups of each step that is taken and not trained."""
-        self.counts: Counter[State] = Counter()
-        self.outcomes: Counter[str] = Counter()
-        self.reasons: Counter[tuple[str, str]] = Counter()
-        """Ended groups by (outcome, reason), but for the trained."""
-        self.num_admitted = 0
-        self.num_late = 0
-        self.num_requeued = 0
-        self.last_prompt: PromptId | None = None
-        self.queue_tokens = 0
-        """Tokens of untaken groups, estimated where they are not ready."""
-        self.mean_tokens = float(tokens_guess)
-        """Running mean of the tokens of groups that became ready."""
-        self.num_attempts = 0
-        """Groups given to replicas so far, lost histories included."""
-        self.next_step = 0
-        """The step that takes next."""
-        self.num_trained = 0
-        """Steps done: the learner's version."""
-        self.published = 0
-        """Newest published version."""
-        self.replicas: dict[str, int] = {}
-        """Version that each live replica has pulled."""
-        self.in_flight: Counter[str] = Counter()
-        """Groups in flight with each replica."""
-        self.closed = False
-        self.restores: list[tuple[int, int]] = []
-        """(incarnation, step) of each restoring."""
-        self.failed_before: dict[int, int] = {}
-        """Failed tries, before the last restoring, of groups that are yet to be admitted again."""
+class Ledger(Book):
+    """The books as a fold over events. Change them only through `apply`."""
 
     @classmethod
     def replay(cls, events: Iterable[Event], tokens_guess: int = 1) -> Ledger:
@@ -78,44 +35,6 @@ class Ledger:
         """
         return _HANDLERS[type(event)](self, event)
 
-    def check(self, deep: bool = False) -> None:
-        """Raise StalenessError unless every admitted group is in exactly one state (Law 1).
-
-        `deep` recounts the groups one by one instead of trusting the counters; for tests.
-        """
-        counted = sum(self.counts[state] for state in State)
-        untaken = sum(self.counts[state] for state in UNTAKEN)
-        ended = sum(self.outcomes.values())
-        good = counted == self.num_admitted and untaken == len(self.untaken) and ended == self.counts[State.ENDED]
-        if good and deep:
-            good = recount(self)
-        if not good:
-            raise StalenessError(
-                f"Conservation is broken: admitted {self.num_admitted}, but {dict(self.counts)} with "
-                f"{len(self.untaken)} untaken and {ended} outcomes; this is a bug in forge_async, please report it."
-            )
-
-    def num_ahead(self, index: int) -> int:
-        """Untaken groups admitted before `index`."""
-        return bisect_left(self.untaken, index)
-
-    def steps_unpulled(self, step: int) -> int:
-        """Steps that have taken a batch and whose result a replica at version `step` has not pulled."""
-        return self.next_step - step
-
-    def waiting(self) -> list[int]:
-        """Sorted indices of waiting groups."""
-        if not self.counts[State.WAITING]:
-            return []
-        return [index for index in self.untaken if self.entries[index].state is State.WAITING]
-
-    def is_dead(self, versions: VersionRuns) -> bool:
-        """Whether some token was made by weights that a restored learner has left behind (Law 4)."""
-        return any(
-            bool(((versions.incarnations < incarnation) & (versions.steps > step)).any())
-            for incarnation, step in self.restores
-        )
-
     # Events of a group.
 
     def _admitted(self, event: ev.Admitted) -> Effect:
@@ -128,10 +47,14 @@ class Ledger:
         self.entries[event.index] = Entry(
             index=event.index,
             prompt_id=event.prompt_id,
+            fresh=event.fresh,
+            max_staleness=0 if event.fresh else self.max_staleness,
             num_tokens=event.num_tokens,
             num_failed_tries=self.failed_before.pop(event.index, 0),
         )
         self.untaken.append(event.index)
+        if event.fresh:
+            self.fresh.append(event.index)
         self.counts[State.WAITING] += 1
         self.queue_tokens += event.num_tokens
         self._forget(event.index - KEEP_ENDED)
@@ -145,7 +68,8 @@ class Ledger:
             raise StalenessError(f"Group {event.index} is {entry.state}: it cannot be given to {event.replica}.")
         self._move(entry, State.IN_FLIGHT)
         entry.replica, entry.floor = event.replica, event.step
-        self.in_flight[event.replica] += 1
+        entry.max_staleness = 0 if entry.fresh else self.max_staleness
+        self._count_in_flight(entry, 1)
         entry.num_starts += 1
         self.num_attempts += 1
         entry.attempt = self.num_attempts
@@ -249,11 +173,20 @@ class Ledger:
             entry.num_failed_tries = self.failed_before.pop(entry.index, 0)
             if entry.state is not State.ENDED:
                 self._wait_again(entry)
+            if entry.fresh and not event.fresh_lane:
+                entry.fresh, entry.max_staleness = False, self.max_staleness
         self.untaken = sorted(index for index, entry in self.entries.items() if entry.state is State.WAITING)
+        self.fresh = [index for index in self.untaken if self.entries[index].fresh]
         self.taken.clear()
         self.replicas.clear()
         self.num_attempts = event.num_attempts
         self.next_step = self.published = event.step
+        return Effect.CHANGED
+
+    def _bound_set(self, event: ev.BoundSet) -> Effect:
+        if event.max_staleness == self.max_staleness:
+            return Effect.REPEATED
+        self.max_staleness = event.max_staleness
         return Effect.CHANGED
 
     def _closed(self, event: ev.Closed) -> Effect:
@@ -285,6 +218,7 @@ class Ledger:
                 entry.num_failed_tries += 1
                 self._wait_again(entry)
         self.in_flight.pop(event.replica, None)
+        self.fresh_in_flight.pop(event.replica, None)
         return Effect.CHANGED
 
     def _pulled(self, event: ev.Pulled) -> Effect:
@@ -323,48 +257,6 @@ class Ledger:
         """Whether a result that differs from what is known can come from another try, or after a deadline."""
         return entry.num_starts > 1 or bool(self.restores) or entry.outcome in ("failed", "expired", "cancelled")
 
-    def _late(self) -> Effect:
-        self.num_late += 1
-        return Effect.LATE
-
-    def _move(self, entry: Entry, state: State) -> None:
-        """Change the state and every count that follows from it."""
-        if entry.state is State.READY:
-            del self.ready[entry.index]
-        elif entry.state is State.IN_FLIGHT:
-            self.in_flight[entry.replica] -= 1
-        if entry.state in UNTAKEN and state not in UNTAKEN:
-            del self.untaken[bisect_left(self.untaken, entry.index)]
-            self.queue_tokens -= entry.num_tokens
-        elif entry.state not in UNTAKEN and state in UNTAKEN:
-            self.queue_tokens += entry.num_tokens
-        self.counts[entry.state] -= 1
-        self.counts[state] += 1
-        entry.state, entry.replica = state, ""
-
-    def _wait_again(self, entry: Entry) -> None:
-        self.num_requeued += entry.state is not State.WAITING
-        self._move(entry, State.WAITING)
-        entry.attempt = 0
-
-    def _end(self, entry: Entry, outcome: str, reason: str) -> None:
-        self._move(entry, State.ENDED)
-        entry.outcome, entry.reason = outcome, reason
-        self.outcomes[outcome] += 1
-        if outcome != "trained":
-            self.reasons[outcome, reason] += 1
-
-    def _forget(self, index: int) -> None:
-        """Drop the entry of `index` if it ended; a long-lived straggler stays until the ledger is dropped."""
-        entry = self.entries.get(index)
-        if entry is not None and entry.state is State.ENDED:
-            del self.entries[index]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Ledger) and vars(self) == vars(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
 
 _HANDLERS: dict[type[Any], Callable[[Ledger, Any], Effect]] = {
     ev.Admitted: Ledger._admitted,
@@ -380,5 +272,6 @@ _HANDLERS: dict[type[Any], Callable[[Ledger, Any], Effect]] = {
     ev.ReplicaLeft: Ledger._left,
     ev.Pulled: Ledger._pulled,
     ev.Restored: Ledger._restored,
+    ev.BoundSet: Ledger._bound_set,
     ev.Closed: Ledger._closed,
 }

@@ -55,6 +55,10 @@ class Replay(Protocol):
         """The replica makes no token of a version below `step` any more: call it after the swap, not after the copy."""
         ...
 
+    async def set_max_staleness(self, max_staleness: int) -> None:
+        """Start groups under another bound on age from here on; those under way keep theirs."""
+        ...
+
     async def state(self) -> dict[str, float]:
         """Figures under the names of `metrics.jsonl`."""
         ...

@@ -6,21 +6,31 @@ from dataclasses import dataclass
 
 from forge_async.core.settings import setting
 
+AUTO = "auto"
+"""Word for `max_staleness`: measured while the run goes on."""
+
 SWAP_MODES = ("keep_kv", "recompute_kv", "abort_resume", "abort_retry", "drain", "blocking")
 BUFFERS = ("none", "double", "bounded", "stream")
 CORRECTIONS = (
     "token_is", "none", "token_truncated", "token_masked", "icepop", "sequence_truncated", "sequence_masked",
     "geometric_mask", "off_policy_mask", "aipo", "decoupled", "decoupled_approx", "vtrace",
 )  # fmt: skip
+PRESET_AGES = {"none": 0, "double": 1}
+"""S of the buffers that set it; they take groups in strict order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncSettings:
     """Keys under `async`."""
 
-    max_staleness: int = setting(
-        2, "S: hard bound on the age of any token that is trained on; 0: synchronous", unit="steps", low=0
+    max_staleness: int | str = setting(
+        2,
+        "S: hard bound on the age of any token that is trained on; 0: synchronous; auto: as measured, up to the cap",
+        unit="steps",
+        low=0,
+        words=(AUTO,),
     )
+    max_staleness_cap: int = setting(8, "greatest S that max_staleness=auto may choose", unit="steps", low=1)
     buffer: str = setting(
         "bounded", "none: S=0; double: S=1, W=1; bounded: S and W as given; stream: no age bound", choices=BUFFERS
     )
@@ -51,7 +61,9 @@ class AsyncSettings:
         unit="batches",
         low=1,
     )
-    fresh_fraction: float = setting(0.0, "share of each batch made wholly by the newest version", low=0.0, high=1.0)
+    fresh_fraction: float = setting(
+        0.0, "share of each batch made wholly by the newest version, beside the rest with S", low=0.0, high=1.0
+    )
     correction: str = setting(
         "token_is",
         "how the loss makes up for age and mismatch, docs/objectives.md; token_is: the objective's own ratio is taken "
@@ -59,3 +71,11 @@ class AsyncSettings:
         choices=CORRECTIONS,
     )
     force_uncorrected: bool = setting(False, "allow correction=none with max_staleness above 0")
+
+    @property
+    def highest_staleness(self) -> int | None:
+        """The greatest S that can be in force in a run, in steps; None: `stream` has no bound on age."""
+        if self.buffer == "stream":
+            return None
+        given = self.max_staleness_cap if isinstance(self.max_staleness, str) else self.max_staleness
+        return PRESET_AGES.get(self.buffer, given)

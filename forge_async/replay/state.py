@@ -9,23 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from forge_async.core.errors import StalenessError
+from forge_async.core.errors import ConfigError, StalenessError
 from forge_async.core.records import Group
 from forge_async.replay import describe
 from forge_async.replay import events as ev
 from forge_async.replay.admission import Admission, Prompts
 from forge_async.replay.admitter import Admitter
-from forge_async.replay.ages import Ages, ages, check_ages
-from forge_async.replay.bound import Bound, effective
+from forge_async.replay.ages import Ages, ages, check_age
+from forge_async.replay.bound import UNLIMITED, Bound, least_staleness
 from forge_async.replay.buffer import Buffer
 from forge_async.replay.entry import Effect, State
 from forge_async.replay.events import Event
 from forge_async.replay.fruitless import FruitlessRun
 from forge_async.replay.history import failed_tries
 from forge_async.replay.journal import Journal
+from forge_async.replay.lanes import Lanes
 from forge_async.replay.ledger import Ledger
 from forge_async.replay.order import select
-from forge_async.replay.settings import AsyncSettings
+from forge_async.replay.settings import AUTO, AsyncSettings
 
 
 class ReplayState:
@@ -57,7 +58,7 @@ class ReplayState:
         self.ledger = ledger or Ledger(tokens_guess)
         self.admitter = Admitter(
             ledger=self.ledger,
-            bound=effective(settings, groups_per_step),
+            lanes=Lanes.of(settings, groups_per_step),
             settings=settings,
             prompts=prompts,
             num_steps=num_steps,
@@ -73,6 +74,7 @@ class ReplayState:
         self._journal = journal
         self._unwritten: list[Event] = []
         self._batch: tuple[int, list[Group]] | None = None
+        self._begin()
 
     @classmethod
     def resume(
@@ -98,8 +100,11 @@ class ReplayState:
             incarnation=incarnation,
             num_attempts=sum(isinstance(event, ev.Started) for event in events),
             failed_tries=tuple(sorted(failed_tries(events).items())),
+            fresh_lane=bool(settings.fresh_fraction),
         )
-        state = cls(
+        if journal is not None:
+            journal.append([restored])
+        return cls(
             settings=settings,
             groups_per_step=groups_per_step,
             prompts=prompts,
@@ -108,9 +113,6 @@ class ReplayState:
             journal=journal,
             ledger=Ledger.replay([*events, restored], tokens_guess),
         )
-        if journal is not None:
-            journal.append([restored])
-        return state
 
     # Policy side.
 
@@ -212,12 +214,12 @@ class ReplayState:
         with self._writing():
             self._fruitless.check()
             while (indices := self._select()) is not None:
-                stale = [index for index in indices if step - self.ledger.ready[index] > self.bound.max_staleness]
+                stale = [index for index in indices if self._is_stale(index, step)]
                 self.num_stale += len(stale)
                 if not stale or self.settings.on_stale == "reweight":
                     return self._consume(step, indices)
                 if self.settings.on_stale == "raise":
-                    check_ages([self.buffer[index] for index in stale], step, self.bound.max_staleness)
+                    check_age(self.buffer[stale[0]], step, self.ledger.entries[stale[0]].max_staleness)
                 self._settle(stale)
             return None
 
@@ -230,6 +232,19 @@ class ReplayState:
         """Version `step` can be pulled."""
         with self._writing():
             self._apply(ev.Published(step=step))
+
+    def set_max_staleness(self, max_staleness: int) -> None:
+        """Start groups under another S from here on; each group keeps the bound that it was started under.
+
+        So S may fall below the age of what is under way: no group is older than its own bound, and none started from
+        now on will be older than this one. Raises ConfigError when window, publishing or the cap forbid it.
+        """
+        if max_staleness > (highest := self.settings.highest_staleness or UNLIMITED):
+            raise ConfigError(f"max_staleness={max_staleness} is above the greatest that this run allows, {highest}.")
+        lanes = self.admitter.lanes.with_max_staleness(max_staleness)
+        with self._writing():
+            self._apply(ev.BoundSet(max_staleness=max_staleness))
+            self.admitter.lanes = lanes
 
     def close(self, reason: str) -> None:
         """Cancel every group that has not ended; nothing is admitted or taken afterwards."""
@@ -245,7 +260,7 @@ class ReplayState:
 
     def num_wanted(self) -> int:
         """Groups that the steps to come need beyond those that are untaken."""
-        return self.admitter.num_wanted()
+        return sum(max(self.admitter.num_wanted(lane), 0) for lane in self.admitter.lanes)
 
     def why_no_batch(self) -> str:
         """What the next step waits for, in one sentence without full stop."""
@@ -257,10 +272,21 @@ class ReplayState:
 
     @property
     def bound(self) -> Bound:
-        """The bound on age that is in force."""
-        return self.admitter.bound
+        """The bound in force for groups that need not be fresh."""
+        return self.admitter.lanes.normal.bound
 
     # Parts of the above.
+
+    def _begin(self) -> None:
+        """Put the bound on record. `auto` goes on with the one before a resume, if it is legal still."""
+        before, lanes = self.ledger.max_staleness, self.admitter.lanes
+        if self.settings.buffer == "bounded" and self.settings.max_staleness == AUTO and before < UNLIMITED:
+            bound = lanes.normal.bound
+            least = least_staleness(bound.window, bound.groups_per_step, bound.publish_every)
+            age = min(max(before, least), self.settings.max_staleness_cap)
+            self.admitter.lanes = lanes.with_max_staleness(age)
+        with self._writing():
+            self._apply(ev.BoundSet(max_staleness=self.bound.max_staleness))
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -310,13 +336,23 @@ class ReplayState:
             self._apply(ev.Requeued(index=index, reason=reason))
 
     def _select(self) -> tuple[int, ...] | None:
-        return select(
-            self.ledger.untaken,
-            self.ledger.ready,
-            window=self.bound.window,
-            groups_per_step=self.bound.groups_per_step,
-            order=self.settings.order,
-        )
+        """The next batch: each lane's part of it, or None while one of them lacks."""
+        picked: list[int] = []
+        for lane in self.admitter.lanes:
+            part = select(
+                self.ledger.untaken_of(lane.fresh),
+                self.ledger.ready,
+                window=lane.bound.window,
+                groups_per_step=lane.bound.groups_per_step,
+                order="fifo" if lane.fresh else self.settings.order,
+            )
+            if part is None:
+                return None
+            picked += part
+        return tuple(sorted(picked))
+
+    def _is_stale(self, index: int, step: int) -> bool:
+        return step - self.ledger.ready[index] > self.ledger.entries[index].max_staleness
 
     def _consume(self, step: int, indices: tuple[int, ...]) -> list[Group]:
         """Record the batch and hand it out, after looking at the age of every sample in it (Law 2)."""

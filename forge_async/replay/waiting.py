@@ -100,6 +100,10 @@ class WaitingReplay:
         """A replica is gone; its unfinished groups go to others."""
         self._waking(lambda: self.inner.remove_replica(replica))
 
+    async def set_max_staleness(self, max_staleness: int) -> None:
+        """Start groups under another bound on age from here on."""
+        self._waking(lambda: self.inner.set_max_staleness(max_staleness))
+
     async def state(self) -> dict[str, float]:
         """Figures under the names of metrics.jsonl."""
         return self.inner.state()

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forge_async.config.schema import Config
-from forge_async.replay.bound import effective
+from forge_async.replay.lanes import Lanes
+from forge_async.replay.settings import AUTO
 from forge_async.runtime import jobs, preflight
 from forge_async.runtime.model_folder import find_model
 from forge_async.runtime.model_shape import DTYPE_BYTES, ModelShape, read_shape
@@ -110,7 +111,8 @@ def _shape_text(shape: ModelShape) -> str:
 
 def _asynchrony_lines(config: Config) -> list[str]:
     dials, groups = config.asynchrony, config.root.groups_per_step
-    bound = effective(dials, groups)
+    lanes = Lanes.of(dials, groups)
+    bound = lanes.normal.bound
     if not bound.bounded:
         return [
             f"no bound on age (async.buffer={dials.buffer}); at most {dials.max_queue_tokens:,} tokens in the queue"
@@ -119,9 +121,13 @@ def _asynchrony_lines(config: Config) -> list[str]:
         first = f"synchronous: {bound.depth} groups are made, then trained on, in turn"
     else:
         first = (
-            f"a token is at most {_times(bound.max_staleness, 'step')} old when it is trained on; up to {bound.depth} "
+            f"a token is at most {_times(dials.highest_staleness or 0, 'step')} old when it is trained on"
+            + (f", {_times(bound.max_staleness, 'step')} to begin with" if dials.max_staleness == AUTO else "")
+            + f"; up to {lanes.depth} "
             f"groups are under way, {groups} a step"
         )
+    if lanes.fresh is not None:
+        first += f", {lanes.fresh.bound.groups_per_step} of them made wholly by the version that trains on them"
     every = "step" if dials.publish_every == 1 else f"{dials.publish_every} steps"
     order = f"order {dials.order}" + (f" within a window of {bound.window} groups" if bound.window > 1 else "")
     return [

@@ -62,6 +62,10 @@ class ReplayMachine(RuleBasedStateMachine):
         self.num_trained = self.published = self.incarnation = self.num_names = 0
         self.replicas: dict[str, int] = {}
         self.dead_after: list[tuple[int, int]] = []
+        self.bounds: dict[int, list[int]] = {}
+        """The bounds that each group was started under, in order; 0 for a fresh one."""
+        self.fresh: dict[int, bool] = {}
+        """Whether a group goes through the fresh lane."""
         self.last: Group | None = None
         self.disturbed = False
 
@@ -106,6 +110,8 @@ class ReplayMachine(RuleBasedStateMachine):
         for one in given:
             assert one.min_step == self.replicas[name]
             assert one.prompt_id == PromptId(source="s", epoch=one.index // EPOCH, index=one.index % EPOCH)
+            self.fresh[one.index] = one.fresh
+            self.bounds.setdefault(one.index, []).append(0 if one.fresh else self.state.bound.max_staleness)
             self.tries.append(Try(one.index, one.prompt_id, one.attempt, name, one.min_step, self.incarnation))
 
     @rule(which=st.integers(0, 9), by=st.integers(1, 4))
@@ -176,14 +182,32 @@ class ReplayMachine(RuleBasedStateMachine):
             return False
         indices = [group.index for group in batch]
         assert len(batch) == self.groups_per_step and indices == sorted(set(indices))
-        for group in batch:
-            age = step - group.samples.oldest_steps()
-            assert age.max() <= self.settings.max_staleness, f"Law 2: group {group.index} is {age.max()} steps old"
+        self.check_ages(batch, step)
         if not self.disturbed:
             assert self.state.num_stale == 0, "the admission rule alone must keep the bound"
         assert self.state.take(step) is batch
         self.taken.append([group.prompt_id for group in batch])
         return True
+
+    def check_ages(self, batch: list[Group], step: int) -> None:
+        """Law 2, for each sample: its group's own bound; a group whose start was undone may have an earlier one."""
+        assert sum(self.fresh[group.index] for group in batch) == round(
+            self.settings.fresh_fraction * self.groups_per_step
+        )
+        for group in batch:
+            age, bounds = (step - group.samples.oldest_steps()).max(), self.bounds[group.index]
+            assert age <= (max(bounds) if self.disturbed else bounds[-1]), f"Law 2: {group.index} is {age} steps old"
+            assert age <= (self.settings.highest_staleness or 0)
+
+    @precondition(lambda self: self.settings.max_staleness == "auto")
+    @rule(choice=st.integers(0, 9))
+    def move_bound(self, choice: int) -> None:
+        """As the controller of `auto` may, between any two events, to anything legal but 0 with a fresh lane."""
+        num = self.state.bound.groups_per_step
+        every, width = self.settings.publish_every, self.settings.window
+        legal = [age for age in range(every - 1, self.settings.max_staleness_cap + 1)
+                 if width <= (age - every + 1) * num + 1 and (age or not self.settings.fresh_fraction)]  # fmt: skip
+        self.state.set_max_staleness(legal[choice % len(legal)])
 
     @precondition(lambda self: self.num_trained < len(self.taken))
     @rule()
@@ -205,8 +229,8 @@ class ReplayMachine(RuleBasedStateMachine):
         random = Random(seed)
         for _ in range(num):
             which = random.randrange(100)
-            kinds = ("admit", "finish", "end", "give up", "pull", "take", "train", "publish")
-            match random.choices(kinds, (3, 8, 1, 1, 2, 2, 2, 2))[0]:
+            kinds = ("admit", "finish", "end", "give up", "pull", "take", "train", "publish", "bound")
+            match random.choices(kinds, (3, 8, 1, 1, 2, 2, 2, 2, 1))[0]:
                 case "admit":
                     self.admit(which, random.randint(1, 9))
                 case "finish" if len(self.tries) > straggle:
@@ -228,14 +252,20 @@ class ReplayMachine(RuleBasedStateMachine):
                     self.train()
                 case "publish":
                     self.publish()
+                case "bound" if self.settings.max_staleness == "auto":
+                    self.move_bound(which)
             self.every_group_is_in_one_place()
 
     # Faults.
 
     @rule(
-        back=st.integers(0, 2), learner_too=st.booleans(), closed=st.booleans(), torn=st.sampled_from((b"", b'{"sch'))
+        back=st.integers(0, 2),
+        learner_too=st.booleans(),
+        closed=st.booleans(),
+        torn=st.sampled_from((b"", b'{"sch')),
+        no_more_fresh=st.booleans(),
     )
-    def crash_and_resume(self, back: int, learner_too: bool, closed: bool, torn: bytes) -> None:
+    def crash_and_resume(self, back: int, learner_too: bool, closed: bool, torn: bytes, no_more_fresh: bool) -> None:
         step = max(0, self.num_trained - back) if learner_too else self.num_trained
         if closed:
             self.state.close("stopped")
@@ -248,6 +278,9 @@ class ReplayMachine(RuleBasedStateMachine):
         self.incarnation += learner_too
         if learner_too:
             self.dead_after.append((self.incarnation, step))
+        if no_more_fresh:
+            self.settings = self.common["settings"] = dataclasses.replace(self.settings, fresh_fraction=0.0)
+            self.fresh = dict.fromkeys(self.fresh, False)
         self.journal = Journal.open(self.path, fsync="never")
         self.state = ReplayState.resume(
             Journal.read(self.path), step=step, incarnation=self.incarnation, **self.common, journal=self.journal
@@ -258,6 +291,8 @@ class ReplayMachine(RuleBasedStateMachine):
         for name in self.replicas:
             self.state.add_replica(name, step)
         self.last, self.disturbed = None, True
+        for bounds in self.bounds.values():
+            bounds.append(self.state.bound.max_staleness)
 
     # Laws.
 
@@ -325,11 +360,11 @@ def naive_select(untaken, ready, *, window, groups_per_step, order):
     return tuple(sorted(picked))
 
 
-def drive(seeds: int = 20) -> None:
+def drive(seeds: int = 20, num: int = 2, **dials: Any) -> None:
     """Fixed schedules in which the oldest group is held back for a while: enough to tell a right rule from a wrong."""
     for seed in range(seeds):
         machine = ReplayMachine()
-        machine.begin((AsyncSettings(max_staleness=2, window=4), 2), 2)
+        machine.begin((AsyncSettings(**{"max_staleness": 2, "window": 4, "max_attempts": 100} | dials), num), 2)
         for stretch in range(4):
             machine.work(100 * seed + stretch, 150 if seed % 2 else 40, (stretch + 1) % 2)
         machine.teardown()
@@ -337,6 +372,28 @@ def drive(seeds: int = 20) -> None:
 
 def test_fixed_schedules_keep_the_bound() -> None:
     drive()
+
+
+FRESH: dict[str, Any] = {"num": 4, "fresh_fraction": 0.5, "window": 2}
+AUTO: dict[str, Any] = {"max_staleness": "auto", "max_staleness_cap": 4, "window": 2}
+
+
+@pytest.mark.parametrize("dials", [FRESH, AUTO, FRESH | AUTO], ids=["fresh", "auto", "both"])
+def test_fixed_schedules_keep_each_groups_own_bound(dials) -> None:
+    drive(seeds=10, **dials)
+
+
+def test_a_fresh_lane_with_room_for_a_second_batch_breaks_its_bound(monkeypatch) -> None:
+    deep = property(lambda self: (self.max_staleness + 1 + (self.max_staleness == 0)) * self.groups_per_step)
+    monkeypatch.setattr(Bound, "depth", deep)
+    with pytest.raises(AssertionError, match="admission rule alone"):
+        drive(**FRESH | {"window": 1})
+
+
+def test_groups_started_under_a_fallen_bound_with_the_depth_of_the_old_one_break_theirs(monkeypatch) -> None:
+    monkeypatch.setattr(Bound, "depth", property(lambda self: (4 + 1) * self.groups_per_step - self.window + 1))
+    with pytest.raises(AssertionError, match="admission rule alone"):
+        drive(**AUTO)
 
 
 def test_a_window_over_the_first_untaken_groups_breaks_the_bound(monkeypatch) -> None:

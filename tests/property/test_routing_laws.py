@@ -84,7 +84,9 @@ class World:
 
     def ask(self, name: str, share: int) -> bool:
         given = self.state.admit(name, share)
-        self.engines[name].queue.extend(given)
+        queue, fresh = self.engines[name].queue, [one for one in given if one.fresh]
+        queue.extend(one for one in given if not one.fresh)
+        queue.extendleft(reversed(fresh))  # the step in progress waits for them
         return bool(given)
 
     def fill(self, name: str) -> None:
@@ -150,7 +152,7 @@ def test_work_is_shared_by_speed_and_the_fast_replica_is_not_idle(seed: int, fir
 
 
 def test_without_shares_a_slow_replica_holds_the_fast_one_up(monkeypatch) -> None:
-    monkeypatch.setattr(Admitter, "fair_share", lambda self, replica: UNLIMITED)
+    monkeypatch.setattr(Admitter, "fair_share", lambda self, lane, replica: UNLIMITED)
     one = world({"fast": 1.0, "slow": 4.0}, max_staleness=2)
     one.run(20)
     assert measured(one, 60)[1]["fast"] < 0.8
@@ -207,3 +209,27 @@ def test_prompts_of_two_latencies_are_trained_in_the_proportion_in_which_they_we
 
 def is_long(what: Admission | Group) -> bool:
     return what.prompt_id.index % 4 == 0
+
+
+def test_fresh_groups_cost_their_own_way_round_and_not_the_whole_batchs() -> None:
+    """Eight groups of 1 s each: a step takes 8 s in engine time, and 1 s of training and a pull more where it waits."""
+    seconds = {}
+    for name, dials in {
+        "synchronous": {"max_staleness": 0},
+        "fresh": {"max_staleness": 2, "fresh_fraction": 0.25},
+        "asynchronous": {"max_staleness": 2},
+    }.items():
+        one = world({"a": 1.0}, **dials)
+        one.run(10)
+        seconds[name] = measured(one, 40)[2]
+    assert seconds["synchronous"] > 8.8 and seconds["fresh"] < 8.4 and seconds["asynchronous"] < 8.4
+
+
+def test_fresh_groups_cost_as_much_as_synchrony_where_a_group_takes_longer_than_a_step() -> None:
+    seconds = {}
+    for name, dials in {"fresh": {"fresh_fraction": 0.25}, "asynchronous": {}}.items():
+        one = world({"a": 4.0}, max_staleness=2, **dials)
+        one.engines["a"].slots = 1000
+        one.run(10)
+        seconds[name] = measured(one, 40)[2]
+    assert seconds["fresh"] > 5.0 and seconds["asynchronous"] < 2.5

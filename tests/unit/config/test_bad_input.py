@@ -49,7 +49,10 @@ def sentence(argv: list[str]) -> str:
         ("task.options.a=[1]", ["task.options.a=[1] is not a plain value"]),
         ("task.options={a: [1]}", ["task.options={'a': [1]} is not a mapping of plain values"]),
         ("task.options={1: 2}", ["task.options={1: 2} is not"]),
-        ("async.max_staleness=auto", ["async.max_staleness=auto is not built yet"]),
+        ("async.max_staleness=1.5", ["async.max_staleness=1.5 is not a whole number or auto"]),
+        ("async.max_staleness=true", ["async.max_staleness=true is not a whole number or auto"]),
+        ("async.max_staleness=fast", ["async.max_staleness=fast is neither a number nor auto"]),
+        ("async.max_staleness=-1", ["async.max_staleness=-1 is below its least value 0 steps"]),
         # words that do not parse
         ("steps", ["steps is no override", "key=value"]),
         ("=3", ["=3 is no override"]),

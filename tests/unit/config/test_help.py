@@ -19,7 +19,7 @@ def test_help_lists_every_key_with_default_and_meaning_in_96_columns() -> None:
         assert " ".join(key.meta["doc"].split()[:4]) in " ".join(text.split())
     for name in shipped_names():
         assert name in text
-    assert "  async.max_staleness=2                   [whole number from 0, in steps]" in text
+    assert "  async.max_staleness=2                   [whole number from 0, in steps, or auto]" in text
 
 
 def test_help_is_readable_in_80_columns() -> None:

@@ -168,6 +168,18 @@ def test_a_resolved_preset_loads_again(buffer: str, tmp_path: Path) -> None:
     assert again == config
 
 
+@pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("3", 3), ("'3'", 3), ("${policy.replicas}", 1)])
+def test_a_word_may_stand_where_a_number_may(text: str, value: int | str, tmp_path: Path) -> None:
+    config, _ = load([f"async.max_staleness={text}"])
+    assert config.asynchrony.max_staleness == value
+    assert from_file(write(tmp_path / "config.yaml", config.to_yaml())) == config
+
+
+def test_a_number_from_the_environment_is_a_number(monkeypatch) -> None:
+    monkeypatch.setenv("AGE", "4")
+    assert compose([], ["async.max_staleness=${oc.env:AGE}"]).asynchrony.max_staleness == 4
+
+
 def test_from_file_reads_a_run_that_exists(tmp_path: Path) -> None:
     config = Config().replace({"run.dir": str(tmp_path), "model.path": "/gone"})
     assert from_file(write(tmp_path / "config.yaml", config.to_yaml())) == config

@@ -41,8 +41,8 @@ def values(key: Key) -> st.SearchStrategy[Any]:
     low, high = key.meta["low"], key.meta["high"]
     if key.meta["choices"]:
         return st.sampled_from(key.meta["choices"])
-    origin = typing.get_origin(key.type) or key.type
-    return {
+    origin = typing.get_origin(key.number) or key.number
+    strategy = {
         int: st.integers(int(low or 0), int(high or 2**40)),
         float: st.floats(low if low is not None else 0.0, high if high is not None else 1e30),
         bool: st.booleans(),
@@ -50,6 +50,7 @@ def values(key: Key) -> st.SearchStrategy[Any]:
         list: st.lists(TEXT, max_size=3),
         dict: st.dictionaries(TEXT, PLAIN, max_size=3),
     }[origin]
+    return strategy | st.sampled_from(key.meta["words"]) if key.meta["words"] else strategy
 
 
 def change_of(key: Key) -> st.SearchStrategy[tuple[str, Any]]:

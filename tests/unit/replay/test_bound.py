@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from forge_async.core.errors import ConfigError
-from forge_async.replay.bound import UNLIMITED, Bound, check_combination, effective, tokens_allow
+from forge_async.replay.bound import UNLIMITED, Bound, check_combination, effective, least_staleness, tokens_allow
+from forge_async.replay.lanes import Lanes
 from forge_async.replay.settings import AsyncSettings
 
 
@@ -90,9 +91,54 @@ def test_strict_order_with_a_window_is_refused() -> None:
         effective(AsyncSettings(order="fifo", window=2), 8)
 
 
-def test_what_is_not_built_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("dials", "num", "words"),
+    [
+        ({"fresh_fraction": 0.01}, 8, r"less than half a group of groups_per_step=8; set it to 0.125 or more"),
+        ({"fresh_fraction": 0.99}, 8, r"leaves no group .* set async.max_staleness=0 and async.fresh_fraction=0"),
+        ({"fresh_fraction": 0.5, "publish_every": 2}, 8, r"async.publish_every=2 does not go with it"),
+        ({"fresh_fraction": 0.5, "max_staleness": 0}, 8, r"does nothing at max_staleness=0"),
+        ({"fresh_fraction": 0.5, "buffer": "none"}, 8, r"does nothing at max_staleness=0"),
+        ({"fresh_fraction": 0.5, "max_staleness": 1, "window": 6}, 8, r"set async.window=5 or less"),
+    ],
+)
+def test_a_fresh_share_that_cannot_work_is_refused(dials, num: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Lanes.of(AsyncSettings(**dials), num)
+
+
+def test_a_fresh_share_has_a_lane_of_its_own_beside_the_rest() -> None:
+    lanes = Lanes.of(AsyncSettings(fresh_fraction=0.3, max_staleness=3), 8)
+    assert lanes.fresh and (lanes.fresh.bound, lanes.normal.bound) == (bound(0, 1, 2), bound(3, 1, 6))
+    assert [lane.fresh for lane in lanes] == [True, False] and lanes.groups_per_step == 8 and lanes.depth == 26
+
+
+@pytest.mark.parametrize("every", range(1, 4))
+def test_the_least_staleness_is_the_least_legal_one(every: int) -> None:
+    for window in range(1, 12):
+        for num in range(1, 5):
+            least = least_staleness(window, num, every)
+            assert legal(least, window, num, every) and (least == 1 or not legal(least - 1, window, num, every))
+
+
+def test_auto_begins_between_the_least_and_the_cap() -> None:
+    def begin(**dials) -> int:
+        return effective(AsyncSettings(max_staleness="auto", **dials), 4).max_staleness
+
+    assert (begin(), begin(max_staleness_cap=1), begin(window=13), begin(publish_every=5)) == (2, 1, 3, 4)
+    with pytest.raises(ConfigError, match="max_staleness_cap=2 is below 3"):
+        begin(window=13, max_staleness_cap=2)
+
+
+def test_the_bound_cannot_move_to_what_leaves_no_room() -> None:
+    lanes = Lanes.of(AsyncSettings(max_staleness="auto", window=9), 4)
+    assert lanes.with_max_staleness(3).normal.bound == bound(3, 9, 4)
+    with pytest.raises(ConfigError, match="async.window=9"):
+        lanes.with_max_staleness(1)
     with pytest.raises(ConfigError, match="fresh_fraction"):
-        effective(AsyncSettings(fresh_fraction=0.5), 8)
+        Lanes.of(AsyncSettings(fresh_fraction=0.5), 4).with_max_staleness(0)
+    with pytest.raises(ConfigError, match="stream"):
+        Lanes.of(AsyncSettings(buffer="stream"), 4).with_max_staleness(1)
 
 
 def test_only_multiples_of_the_interval_are_published() -> None:

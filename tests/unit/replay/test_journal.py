@@ -14,7 +14,8 @@ from forge_async.replay.journal import Journal
 
 PROMPT = PromptId(source="a:b", epoch=1, index=2)
 ALL_KINDS = [
-    ev.Admitted(index=0, prompt_id=PROMPT, num_tokens=7),
+    ev.Admitted(index=0, prompt_id=PROMPT, num_tokens=7, fresh=True),
+    ev.BoundSet(max_staleness=3),
     ev.Started(index=0, replica="r", step=0),
     ev.Requeued(index=0, reason="too_old"),
     ev.Ready(index=0, num_tokens=9, oldest_step=0),

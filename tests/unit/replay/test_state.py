@@ -10,7 +10,7 @@ import pytest
 from forge_async.core.errors import FilterStallError, ForgeError, StalenessError
 from forge_async.core.records import PromptId
 from forge_async.replay.admission import Admission, Prompts
-from forge_async.replay.ages import ages, check_ages
+from forge_async.replay.ages import ages, check_age
 from forge_async.replay.buffer import Buffer, group_bytes
 from forge_async.replay.journal import Journal
 from forge_async.replay.settings import AsyncSettings
@@ -99,7 +99,7 @@ def test_failing_quickly_earns_a_replica_no_groups() -> None:
         put(state, state.admit("r1", 1))
         if state.take(state.ledger.next_step) is not None:
             step_of(state, state.ledger.next_step - 1)
-    assert state.admitter.fair_share("r0") == 1
+    assert state.admitter.fair_share(state.admitter.lanes.normal, "r0") == 1
 
 
 def test_a_filtered_group_frees_its_slot_at_once() -> None:
@@ -234,9 +234,9 @@ def test_ages_are_counted_for_each_sample_and_leave_out_samples_without_tokens()
     found = ages([group], step=6, ready_at_steps=[5])
     assert found.staleness.tolist() == [2, 1, 4]
     assert np.array_equal(found.in_flight + found.in_queue, found.staleness)
-    check_ages([group], 6, 4)
+    check_age(group, 6, 4)
     with pytest.raises(StalenessError, match="Group 0 is too old for step 6: .* version 2, 4 steps before"):
-        check_ages([group], 6, 3)
+        check_age(group, 6, 3)
 
 
 # A replica that reported a pull too early makes groups that are older than they claim.
@@ -275,7 +275,7 @@ def test_on_stale_reweight_lets_the_group_through_and_counts_it() -> None:
 
 
 def test_on_stale_raise_names_group_age_and_bound() -> None:
-    with pytest.raises(StalenessError, match=r"Group 2 .* version 0, 1 steps before, .* async.max_staleness=0"):
+    with pytest.raises(StalenessError, match=r"Group 2 .* version 0, 1 steps before, .* bound is max_staleness=0"):
         with_an_old_group("raise").take(1)
 
 
