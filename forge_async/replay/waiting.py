@@ -46,8 +46,12 @@ class WaitingReplay:
                 return None
             return f"Replica {replica} was given no group for {patience_s:g} s: {self.inner.why_no_admission(replica)}."
 
+        def admitted() -> list[Admission]:
+            share = min(max_groups, self.inner.fair_share(replica))
+            return self.inner.admit(replica, share) if share > 0 else []
+
         return await self._when(
-            lambda: self.inner.admit(replica, min(max_groups, self.inner.fair_share(replica))),
+            admitted,
             lambda admissions: bool(admissions) or self.inner.ledger.closed,
             patience_s,
             stalled,
