@@ -132,7 +132,7 @@ class ReplayActor(ForgeActor):
     @concurrent_endpoint
     async def why(self) -> str:
         """What the next step waits for, in one sentence without full stop."""
-        return self._replay.inner.why_no_batch()
+        return await self._replay.why()
 
     @concurrent_endpoint
     async def close(self, reason: str) -> dict[str, float]:

@@ -108,6 +108,10 @@ class WaitingReplay:
         """Figures under the names of metrics.jsonl."""
         return self.inner.state()
 
+    async def why(self) -> str:
+        """What the next step waits for, in one sentence without full stop."""
+        return self.inner.why_no_batch()
+
     async def close(self, reason: str) -> dict[str, float]:
         """Cancel what has not ended; everybody who waits for room is let go. Returns the final figures."""
         self._waking(lambda: self.inner.close(reason))

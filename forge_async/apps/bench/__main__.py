@@ -48,6 +48,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=0, help="learner steps of a run (overlap, trl)")
     parser.add_argument("--skip-cold", action="store_true", help="start: leave the cold start out")
     parser.add_argument("--threads", type=int, action="append", default=[], help="trl: threads of TRL; repeatable")
+    parser.add_argument("--only", default="", choices=("real", "simulated"), help="overlap: leave the other rows out")
     options = parser.parse_intermixed_args(argv)
     if min(options.rounds, options.steps, *options.threads, 0) < 0 or 0 in options.threads:
         raise ConfigError("--rounds, --steps and --threads must be at least 1.")
@@ -68,6 +69,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         steps=options.steps or steps,
         cold=not options.skip_cold,
         threads=options.threads,
+        only=options.only,
     )
     folder.mkdir(parents=True)
     return plan

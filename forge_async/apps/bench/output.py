@@ -88,9 +88,15 @@ def write_json(report: Report, path: Path) -> None:
     write_atomically(path, json.dumps(as_json(report), indent=2, ensure_ascii=False) + "\n")
 
 
+CASES_A_TABLE = 6
+"""Cases that fit side by side."""
+
+
 def print_table(report: Report) -> None:
-    """Print figures as lines and cases as columns, then the notes."""
-    print("\n".join([*table(report.rows), *("" for _ in report.notes[:1]), *(f"- {note}" for note in report.notes)]))
+    """Print figures as lines and cases as columns, a table for every few cases, then the notes."""
+    starts = range(0, len(report.rows), CASES_A_TABLE)
+    tables = ["\n".join(table(report.rows[start : start + CASES_A_TABLE])) for start in starts]
+    print("\n\n".join([*tables, *(["\n".join(f"- {note}" for note in report.notes)] if report.notes else [])]))
 
 
 def table(rows: Sequence[Row]) -> list[str]:

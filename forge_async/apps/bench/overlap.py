@@ -3,7 +3,7 @@
 S = 0, 1 and 2 run in turn, round after round, on the default task. The workload stays the same from step to step and
 from case to case: groups of equal rewards are trained on too, and the learning rate is 0, so that the model answers as
 it did. At S = 0 the stages take turns, each alone on the machine and given a whole batch: its times are those of the
-ideal.
+ideal. The simulated rows (simulated.py) stand beside: what the loops reach where no stage shares its core.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from forge_async.apps.bench.figures import (
 from forge_async.apps.bench.output import Report, num_cores
 from forge_async.apps.bench.plan import Plan
 from forge_async.apps.bench.runs import FinishedRun, run_grpo
+from forge_async.apps.bench.simulated import measure as measure_simulated
 
 BOUNDS = (0, 1, 2)
 """S of the cases."""
@@ -35,7 +36,25 @@ BASELINE_LIMIT = 1.1
 
 
 def measure(plan: Plan) -> Report:
-    """Run the cases, interleaved."""
+    """Run the real cases, then the simulated ones, or those that `plan.only` names."""
+    parts = [
+        part() for name, part in (("real", lambda: real(plan)), ("simulated", simulated)) if plan.only in ("", name)
+    ]
+    return Report(
+        bench="overlap",
+        rows=[row for part in parts for row in part.rows],
+        notes=[note for part in parts for note in part.notes],
+    )
+
+
+def simulated() -> Report:
+    """The simulated rows."""
+    rows, notes = measure_simulated()
+    return Report(bench="overlap", rows=rows, notes=notes)
+
+
+def real(plan: Plan) -> Report:
+    """Run the cases on the real stack, interleaved."""
     model = plan.model_folder()
     runs: dict[int, list[FinishedRun]] = {bound: [] for bound in BOUNDS}
     for number in range(plan.rounds):

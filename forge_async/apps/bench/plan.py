@@ -33,6 +33,8 @@ class Plan:
     """Whether `start` measures a cold start too."""
     threads: tuple[int, ...] = ()
     """Threads of TRL's cases; none: one, and one for each core."""
+    only: str = ""
+    """`overlap`: "real" or "simulated" to leave the other out."""
 
     @classmethod
     def of(
@@ -45,6 +47,7 @@ class Plan:
         steps: int,
         cold: bool = True,
         threads: Sequence[int] = (),
+        only: str = "",
     ) -> Plan:
         """Check the configuration and put the words of every run in order. Raises ConfigError."""
         words = (*(word for name in configs for word in ("--config", name)), "eval.num_prompts=0", *overrides)
@@ -56,6 +59,7 @@ class Plan:
             steps=steps,
             cold=cold,
             threads=tuple(threads),
+            only=only,
         )
 
     def model_folder(self) -> Path:

@@ -33,14 +33,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """For code that waits for timers and for itself only, not for threads, processes or sockets."""
 
     def __init__(self, *, count_work: bool = False) -> None:
-        """`count_work`: the loop's time also counts the seconds that the code takes, so that it is what a clock on the
-        wall would show; without it code takes no time, and a run repeats exactly."""
+        """`count_work`: the loop's time also counts the CPU seconds of this process, so that it is what a clock on the
+        wall would show on a machine without other work; without it code takes no time, and a run repeats exactly."""
         self._skipping = _Skipping()
-        self._begun_s = time.perf_counter() if count_work else None
+        self._begun_s = time.process_time() if count_work else None
         super().__init__(self._skipping)
 
     def time(self) -> float:
-        worked_s = 0.0 if self._begun_s is None else time.perf_counter() - self._begun_s
+        worked_s = 0.0 if self._begun_s is None else time.process_time() - self._begun_s
         return self._skipping.skipped_s + worked_s
 
 

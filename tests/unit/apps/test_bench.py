@@ -2,10 +2,11 @@
 
 import json
 import sys
+from dataclasses import dataclass
 
 import pytest
 
-from forge_async.apps.bench import overlap, start, trl
+from forge_async.apps.bench import overlap, simulated, start, trl
 from forge_async.apps.bench.__main__ import BENCHES, ROUNDS_AND_STEPS, main, parse
 from forge_async.apps.bench.figures import (
     Stages,
@@ -229,3 +230,45 @@ def test_a_command_that_fails_is_told_with_its_last_line(tmp_path):
         run_process([sys.executable, "-c", "print('the cause'); exit(3)"], tmp_path / "b.log", {})
     run_process([sys.executable, "-c", "import os; print(os.environ['X'])"], tmp_path / "c.log", {"X": "given"})
     assert (tmp_path / "c.log").read_text() == "given\n"
+
+
+def test_the_simulated_rows_have_every_figure_and_keep_their_aims(monkeypatch):
+    monkeypatch.setattr(simulated, "NUM_REPLICAS", 4)
+    monkeypatch.setattr(simulated, "GROUPS_PER_STEP", 32)
+    rows = {row["case"]: row for row in simulated.rows_of(simulated.EVEN, simulated.at(2))}
+    baseline, row = rows["simulated/S=0/keep_kv"], rows["simulated/S=2/keep_kv"]
+    assert baseline["step_over_chain"] <= overlap.BASELINE_LIMIT
+    assert overlap.BALANCED[0] <= baseline["generate_over_train"] <= overlap.BALANCED[1]
+    assert baseline["speedup_measured"] == 1.0
+    assert row["fraction_of_ideal"] >= 0.95
+    assert row["learner_idle_fraction"] < 0.05
+    assert row["unaccounted_fraction"] < 0.02
+    assert row["staleness_max"] <= 2
+    assert row["pause_s"] > 0 and row["discarded_tokens"] == row["recomputed_tokens"] == 0
+
+
+def test_many_cases_are_printed_as_tables_below_each_other(capsys):
+    rows = [{"case": f"case {number}", "step_s": float(number)} for number in range(14)]
+    print_table(Report(bench="overlap", rows=rows))
+    printed = capsys.readouterr().out.splitlines()
+    assert len([line for line in printed if line.startswith("step_s")]) == 3
+    assert all(f"case {number}" in " ".join(printed) for number in range(14))
+
+
+def test_overlap_runs_only_the_rows_that_are_asked_for(monkeypatch):
+    monkeypatch.setattr(overlap, "measure_simulated", lambda: ([{"case": "simulated/S=2/keep_kv"}], ["a note"]))
+    monkeypatch.setattr(overlap, "real", lambda plan: Report(bench="overlap", rows=[{"case": "real"}]))
+    cases = {only: [row["case"] for row in overlap.measure(Case(only)).rows] for only in ("", "real", "simulated")}
+    assert cases == {
+        "": ["real", "simulated/S=2/keep_kv"],
+        "real": ["real"],
+        "simulated": ["simulated/S=2/keep_kv"],
+    }
+    assert parse(["overlap", "--only", "simulated"]).only == "simulated"
+
+
+@dataclass(frozen=True)
+class Case:
+    """As much of a plan as `overlap.measure` looks at."""
+
+    only: str
