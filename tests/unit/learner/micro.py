@@ -46,7 +46,7 @@ def counts_of(inputs, num_batch_samples=None):
 
 
 def random_inputs(seed=0, num_rows=3, width=12, spread=0.4, dtype=torch.float64, one_sample_a_row=False):
-    """Rows of three samples each or of one, some tokens masked, ratios around 1, ages 0 to 3, everything optional given."""
+    """Rows of three samples or one, some tokens masked, ratios around 1, ages 0 to 3, everything optional given."""
     generator = torch.Generator().manual_seed(seed)
     shape = (num_rows, width)
 
@@ -70,6 +70,9 @@ def random_inputs(seed=0, num_rows=3, width=12, spread=0.4, dtype=torch.float64,
         reference_logprobs=(behaviour + spread * normal()).to(dtype),
         teacher_logprobs=(behaviour + spread * normal()).to(dtype),
         entropy=normal().abs().to(dtype).requires_grad_(),
+        values=normal().to(dtype).requires_grad_(),
+        old_values=normal().to(dtype),
+        returns=normal().to(dtype),
     )
 
 

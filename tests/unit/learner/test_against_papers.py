@@ -30,6 +30,9 @@ class Token:
     advantage: float
     age: int
     turn: int
+    value: float
+    old_value: float
+    earned: float
 
 
 def samples_of(inputs, logprobs):
@@ -50,6 +53,9 @@ def samples_of(inputs, logprobs):
                 advantage=float(inputs.advantages[b, place]),
                 age=int(inputs.ages[b, place]),
                 turn=turn,
+                value=float(inputs.values[b, place].detach()),
+                old_value=float(inputs.old_values[b, place]),
+                earned=float(inputs.returns[b, place]),
             )
             samples.setdefault(sample, []).append(token)
     return list(samples.values())
@@ -149,14 +155,14 @@ def rloo(sample, anchors, low, high):
 
 
 PLAIN_OBJECTIVES = {"gspo": gspo, "cispo": cispo, "rloo": rloo} | dict.fromkeys(
-    ("grpo", "dr_grpo", "dapo", "reinforce_pp"), clipped
+    ("grpo", "dr_grpo", "dapo", "reinforce_pp", "ppo"), clipped
 )
 
 
 def plain_loss(inputs, logprobs, settings, correction, numbers):
     """The loss of a batch that is this micro-batch."""
     samples = samples_of(inputs, logprobs)
-    if settings.normalise_advantages:
+    if settings.normalise_advantages and settings.name != "ppo":
         normalise([t for sample in samples for t in sample])
     values = []
     for sample in samples:
@@ -164,12 +170,22 @@ def plain_loss(inputs, logprobs, settings, correction, numbers):
         scores = PLAIN_OBJECTIVES[settings.name](sample, [a for a, _ in found], settings.clip_low, settings.clip_high)
         values.append([score * weight for score, (_, weight) in zip(scores, found, strict=True)])
     sums, lengths = [sum(each) for each in values], [len(each) for each in values]
-    return -{
-        "tokens": sum(sums) / sum(lengths),
-        "sequence_means": sum(s / n for s, n in zip(sums, lengths, strict=True)) / len(sums),
-        "sequences": sum(sums) / len(sums),
-        "constant": sum(sums) / (len(sums) * LENGTH),
-    }[settings.denominator]
+    tokens = [t for sample in samples for t in sample]
+    critic = sum(value_error(t, settings.value_clip) for t in tokens) / len(tokens) if settings.name == "ppo" else 0.0
+    return (
+        settings.value_weight * critic
+        - {
+            "tokens": sum(sums) / sum(lengths),
+            "sequence_means": sum(s / n for s, n in zip(sums, lengths, strict=True)) / len(sums),
+            "sequences": sum(sums) / len(sums),
+            "constant": sum(sums) / (len(sums) * LENGTH),
+        }[settings.denominator]
+    )
+
+
+def value_error(t, clip):
+    near = t.old_value + min(max(t.value - t.old_value, -clip), clip)
+    return max((t.value - t.earned) ** 2, (near - t.earned) ** 2) / 2
 
 
 def normalise(tokens):
