@@ -30,6 +30,7 @@ def titan_learner(
     publish_dtype: str = "float32",
     objective: dict[str, Any] | None = None,
     correction: str = "token_is",
+    updates_per_batch: int = 1,
 ) -> Any:
     """A rank of a torchtitan learner; one made before in this process is closed."""
     os.environ.update(
@@ -45,7 +46,12 @@ def titan_learner(
     learner = TitanLearner(
         Path(folder),
         loss=objective_loss(ObjectiveSettings(**(objective or {})), correction),
-        learner=LearnerSettings(ranks=ranks, row_tokens=row_tokens, micro_batch_tokens=micro_batch_tokens),
+        learner=LearnerSettings(
+            ranks=ranks,
+            row_tokens=row_tokens,
+            micro_batch_tokens=micro_batch_tokens,
+            updates_per_batch=updates_per_batch,
+        ),
         optimizer=OptimizerSettings(lr=lr, warmup_steps=0),
         total_steps=10,
         seed=0,

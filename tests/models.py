@@ -68,6 +68,15 @@ class Reference:
             logits = self.model(torch.tensor([list(map(int, token_ids))])).logits[0]
         return _taken(logits, token_ids, temperature)
 
+    def entropies(self, token_ids: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+        """float64 [T - 1], entropy of the distribution of each token after the first."""
+        import torch
+
+        with torch.no_grad():
+            logits = self.model(torch.tensor([list(map(int, token_ids))])).logits[0, :-1]
+        logprobs = torch.log_softmax(logits.double() / temperature, -1)
+        return -(logprobs.exp() * logprobs).sum(-1).numpy()
+
 
 def mixed_logprobs(old: Reference, new: Reference, token_ids: Sequence[int], num_old: int) -> np.ndarray:
     """float64 [T - 1]: the first `num_old` tokens are read by the old model, the others by the new one on its KV."""

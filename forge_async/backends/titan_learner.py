@@ -23,7 +23,6 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.nn.functional import cross_entropy
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import CommConfig, DebugConfig, ParallelismConfig
 from torchtitan.distributed import ParallelDims
@@ -31,17 +30,19 @@ from torchtitan.distributed import utils as titan_distributed
 from torchtitan.tools import utils as titan_utils
 
 from forge_async.backends.titan_build import load_model
+from forge_async.backends.titan_forward import forward
+from forge_async.backends.titan_values import ValueHead
 from forge_async.core.errors import ConfigError, NonFiniteError
 from forge_async.core.versions import PolicyVersion
 from forge_async.learner.batch import Share
 from forge_async.learner.counts import Counts
-from forge_async.learner.figures import step_figures
+from forge_async.learner.figures import step_figures, total_loss
 from forge_async.learner.inputs import LossInputs
 from forge_async.learner.loss import Loss, LossTerms
 from forge_async.learner.ports import StepResult
 from forge_async.learner.rows import COLUMNS, Rows, build_micro_batches, empty_rows, sequence_rows
 from forge_async.learner.settings import LearnerSettings, OptimizerSettings
-from forge_async.learner.totals import NOBODY, StepTotals, first_bad_sample, not_finite
+from forge_async.learner.totals import NOBODY, Figures, StepTotals, first_bad_sample, merge_updates, not_finite
 from forge_async.weights.manifest import Part
 from forge_async.weights.packing import LocalShard, Packer
 
@@ -66,6 +67,7 @@ class TitanLearner:
         temperature: float = 1.0,
         publish_dtype: str = "float32",
         version: PolicyVersion | None = None,
+        reference_folder: Path | None = None,
     ) -> None:
         """Build the model on this rank's device and load the folder's weights.
 
@@ -78,6 +80,7 @@ class TitanLearner:
             temperature: the sampler's; logits are divided by it before log-probabilities are taken.
             publish_dtype: dtype of snapshots, the policy engine's.
             version: of the loaded weights; step 0 when None.
+            reference_folder: the model that a divergence is taken from, if the loss has one; `model_folder` when None.
         """
         self.version = version or PolicyVersion()
         self._folder, self._loss, self._settings, self._optimizer_settings = model_folder, loss, learner, optimizer
@@ -95,6 +98,8 @@ class TitanLearner:
         self._schedule = _schedule_config(optimizer).build(optimizers=self._optimizer, training_steps=total_steps)
         self._named: list[tuple[str, Any]] | None = None
         self._packer = Packer(self.rank)
+        self._frozen = self._load_frozen(reference_folder or model_folder)
+        self._values = self._value_head() if loss.needs_values else None
 
     @property
     def rank(self) -> int:
@@ -117,28 +122,32 @@ class TitanLearner:
         begun, counts = time.perf_counter(), share.counts
         batches = build_micro_batches(share.samples, self._settings.row_tokens, self._settings.micro_batch_tokens)
         batches += [empty_rows()] * (self._most_over_ranks(len(batches)) - len(batches))
-        totals, blamed = StepTotals(), NOBODY
-        for rows in batches:
-            terms = self._forward_backward(rows, counts)
-            if not totals.add(terms, rows.token_ids.size) and blamed == NOBODY:
-                blamed = first_bad_sample(terms, rows, share)
-        sums = dict(zip(totals.sums, self._sum_over_ranks(totals.sum_values()), strict=True))
-        maxima = {name: self._max_over_ranks(value) for name, value in totals.maxima.items()}
-        loss = sum(value for name, value in sums.items() if name.startswith("loss/"))
-        grad_norm = self._apply_gradients(loss, share, blamed)
+        known = self._values.targets(batches, self._old_values) if self._values else [{} for _ in batches]
+        updates, grad_norm = [], 0.0
+        for update in range(self._settings.updates_per_batch):
+            totals, blamed = StepTotals(), NOBODY
+            for rows, extra in zip(batches, known, strict=True):
+                terms = self._forward_backward(rows, counts, extra, update)
+                if not totals.add(terms, rows.token_ids.size) and blamed == NOBODY:
+                    blamed = first_bad_sample(terms, rows, share)
+            updates.append(self._over_ranks(totals))
+            grad_norm = self._apply_gradients(total_loss(updates[-1][0]), share, blamed, update)
+        self._schedule.step()
         self.version = self.version.next()
+        sums, maxima = merge_updates(updates)
+        num_tokens = max(counts.num_loss_tokens, 1)
         return StepResult(
             version=self.version,
-            loss=loss,
+            loss=total_loss(sums),
             grad_norm=grad_norm,
             lr=self._last_lr,
             num_loss_tokens=counts.num_loss_tokens,
             num_row_tokens=int(sums["row_tokens"]),
-            clip_fraction=sums["clipped"] / max(counts.num_loss_tokens, 1),
-            mismatch_kl=sums["mismatch_kl"] / max(counts.num_loss_tokens, 1),
+            clip_fraction=sums["clipped"] / num_tokens,
+            mismatch_kl=sums["mismatch_kl"] / num_tokens,
             logprob_diff_max=maxima["logprob_diff"],
             compute_s=time.perf_counter() - begun,
-            figures=step_figures(sums, maxima, counts),
+            figures=step_figures(sums, maxima, counts) | {"staleness/extra_updates": len(updates) - 1.0},
         )
 
     def snapshot(self, blob: torch.Tensor | None = None) -> tuple[Part, torch.Tensor]:
@@ -150,7 +159,8 @@ class TitanLearner:
 
     def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
         with torch.no_grad(), self._in_context():
-            logprobs = self._logprobs(self._to_device(sequence_rows(token_ids))).cpu().numpy()
+            rows = self._to_device(sequence_rows(token_ids))
+            logprobs = forward(self._model, rows, self._temperature).logprobs.cpu().numpy()
         return [row[: len(ids) - 1] for row, ids in zip(logprobs, token_ids, strict=True)]
 
     def save(self, folder: Path) -> None:
@@ -193,44 +203,71 @@ class TitanLearner:
         titan_distributed.set_determinism(dims, self._device, DebugConfig(seed=seed), distinct_seed_mesh_dims=["pp"])
         return dims, titan_distributed.get_spmd_context(parallel_dims=dims)
 
+    def _load_frozen(self, reference_folder: Path) -> dict[str, Any]:
+        """The models that are only read, by the name of what they give; each is sharded like the one that learns."""
+        wanted = {"reference_logprobs": reference_folder} if self._loss.needs_reference else {}
+        if self._loss.settings.teacher:
+            wanted["teacher_logprobs"] = Path(self._loss.settings.teacher)
+        models = {}
+        for name, folder in wanted.items():
+            model, _ = load_model(folder, self._settings, self._parallelism, self._dims, self._device)
+            models[name] = model.eval().requires_grad_(False)
+        return models
+
+    def _value_head(self) -> ValueHead:
+        mesh = self._dims.get_optional_mesh("batch")
+        group = mesh.get_group() if mesh is not None and mesh.size() > 1 else None
+        return ValueHead(self._model, self._device, self._optimizer_settings, self._loss.settings, group)
+
+    def _over_ranks(self, totals: StepTotals) -> Figures:
+        sums = dict(zip(totals.sums, self._sum_over_ranks(totals.sum_values()), strict=True))
+        return sums, {name: self._max_over_ranks(value) for name, value in totals.maxima.items()}
+
     def _to_device(self, rows: Rows) -> dict[str, torch.Tensor]:
         columns = {name: torch.from_numpy(getattr(rows, name)) for name in COLUMNS}
         return {name: column.to(self._device) for name, column in columns.items()}
 
-    def _logprobs(self, columns: dict[str, torch.Tensor]) -> torch.Tensor:
-        """float32 [B, L], log-probability of each target."""
-        positions = columns["positions"]
-        masks = (
-            titan_cpu.document_mask(positions) if titan_cpu.ON_CPU else self._model.get_attention_masks(positions)  # pyright: ignore[reportCallIssue]
-        )
-        logits = self._model(columns["token_ids"], attention_masks=masks, positions=positions)
-        if isinstance(logits, DTensor):
-            logits = logits.full_tensor()
-        logits = logits.float() if self._temperature == 1.0 else logits.float() / self._temperature
-        return -cross_entropy(logits.flatten(0, 1), columns["targets"].flatten(), reduction="none").view(
-            positions.shape
-        )
-
-    def _forward_backward(self, rows: Rows, counts: Counts) -> LossTerms:
+    def _forward_backward(self, rows: Rows, counts: Counts, known: dict[str, torch.Tensor], update: int) -> LossTerms:
+        """One micro-batch. `known` holds what is known of it beside its rows, and keeps what later updates want."""
         columns = self._to_device(rows)
         with self._in_context():
-            terms = self._loss(self._inputs(columns, rows.num_segments), counts)
+            inputs = self._inputs(columns, rows.num_segments, known, update)
+            terms = self._loss(inputs, counts)
             terms.loss.backward()
+        if self._settings.updates_per_batch > 1:
+            known.setdefault("start_logprobs", inputs.logprobs.detach())
         return terms
 
-    def _inputs(self, columns: dict[str, torch.Tensor], num_segments: int) -> LossInputs:
+    def _inputs(
+        self, columns: dict[str, torch.Tensor], num_segments: int, known: dict[str, torch.Tensor], update: int
+    ) -> LossInputs:
+        entropy = "gradient" if self._loss.settings.entropy_weight else "figure" if self._loss.needs_entropy else "none"
+        found = forward(self._model, columns, self._temperature, entropy=entropy)
+        with torch.no_grad():
+            frozen = {name: forward(model, columns, self._temperature).logprobs for name, model in self._frozen.items()}
+        ages = (self.version.step + update - columns["steps"]).clamp(min=0) * (columns["steps"] >= 0)
+        given = {"advantages": columns["advantages"]} | frozen | known
         return LossInputs(
-            logprobs=self._logprobs(columns),
+            logprobs=found.logprobs,
+            entropy=found.entropy,
             behaviour_logprobs=columns["behaviour_logprobs"],
             anchor_logprobs=columns["behaviour_logprobs"],
-            advantages=columns["advantages"],
             mask=columns["mask"],
             segments=columns["segments"],
             num_segments=num_segments,
-            ages=(self.version.step - columns["steps"]).clamp(min=0) * (columns["steps"] >= 0),
+            ages=ages,
+            values=self._values.values() if self._values else None,
+            **given,
         )
 
-    def _apply_gradients(self, loss: float, share: Share, blamed: tuple[int, int]) -> float:
+    def _old_values(self, rows: Rows) -> np.ndarray:
+        """float32 [B, L]: the values before the step."""
+        assert self._values is not None
+        with torch.no_grad(), self._in_context():
+            forward(self._model, self._to_device(rows), self._temperature)
+            return self._values.values().cpu().numpy()
+
+    def _apply_gradients(self, loss: float, share: Share, blamed: tuple[int, int], update: int) -> float:
         """Clip and step, unless loss or gradient is not finite. Returns the norm before clipping."""
         norm = titan_distributed.clip_grad_norm_(
             list(self._model.parameters()),
@@ -243,11 +280,14 @@ class TitanLearner:
         finite = math.isfinite(loss) and math.isfinite(float(norm))
         if finite:
             self._optimizer.step()
-            self._schedule.step()
+            if self._values:
+                self._values.step(self._last_lr)
         self._optimizer.zero_grad()
         if not finite:
-            sample = self._blamed_on_any_rank(blamed)
-            raise NonFiniteError(not_finite(self.version.step, loss, float(norm), share.group_indices, sample))
+            if self._values:
+                self._values.drop()
+            sample, step = self._blamed_on_any_rank(blamed), (self.version.step, update)
+            raise NonFiniteError(not_finite(step, loss, float(norm), share.group_indices, sample))
         return float(norm)
 
     def _named_parameters(self) -> list[tuple[str, Any]]:

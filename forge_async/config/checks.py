@@ -87,6 +87,21 @@ def divergence_teaches(config: Config) -> str | None:
     return None
 
 
+def values_get_rewards(config: Config) -> str | None:
+    """A value head predicts rewards, so nothing else may have been subtracted from them or divided out."""
+    objective, advantage = config.objective, config.advantage
+    if not objective.has_values:
+        return None
+    for key, value in (("baseline", advantage.baseline), ("scale", advantage.scale)):
+        if value != "none":
+            return (
+                f"objective.name=ppo learns its own baseline, so advantage.{key}={value} must be advantage.{key}=none."
+            )
+    if objective.kl_weight and objective.kl_place == "reward":
+        return "objective.name=ppo has no place for objective.kl_place=reward; use objective.kl_place=loss."
+    return None
+
+
 def overlong_fits(config: Config) -> str | None:
     """The last tokens before the limit are at most all of them."""
     over, limit = config.advantage.overlong_tokens, config.sampling.max_new_tokens
@@ -277,6 +292,7 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     objective_is_known,
     loss_has_a_term,
     divergence_teaches,
+    values_get_rewards,
     overlong_fits,
     parallel_divides,
     batch_divides,

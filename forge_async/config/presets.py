@@ -28,6 +28,11 @@ OBJECTIVE_PRESETS: dict[str, dict[str, Any]] = {
         "advantage.scale": "none",
         "objective.normalise_advantages": True,
     },
+    "ppo": {
+        "advantage.baseline": "none",
+        "advantage.scale": "none",
+        "objective.normalise_advantages": True,
+    },
 }
 """`objective.name` -> the keys that differ from their defaults; the user may say otherwise."""
 

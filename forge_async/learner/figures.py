@@ -28,11 +28,19 @@ def step_figures(sums: Mapping[str, float], maxima: Mapping[str, float], counts:
         figures["ratio/mean"] = sums["weight"] / tokens
         figures["ratio/max"] = maxima["weight"]
         figures["ratio/effective_fraction"] = effective_fraction(sums["weight"], sums["weight_squared"], tokens)
+    if "return" in sums:
+        spread = sums["return_squared"] - sums["return"] ** 2 / tokens
+        figures["value/explained_fraction"] = 1 - sums["value_error"] / spread if spread > 0 else 0.0
     parts = {name: value for name, value in sums.items() if name.startswith("loss/")}
     if len(parts) > 1:
         figures |= parts
     figures["advantage/zero_fraction"] = 1 - counts.num_samples_with_advantage / max(counts.num_batch_samples, 1)
     return figures
+
+
+def total_loss(sums: Mapping[str, float]) -> float:
+    """The loss of a step: the sum of its components' parts."""
+    return sum(value for name, value in sums.items() if name.startswith("loss/"))
 
 
 def effective_fraction(weight_sum: float, squared_sum: float, num_tokens: int) -> float:

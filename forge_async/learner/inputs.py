@@ -22,6 +22,8 @@ class LossInputs:
     """[B, L] float32: the sampler's, after temperature."""
     anchor_logprobs: torch.Tensor
     """[B, L] float32: those that the ratio is taken against; which they are is the correction's choice."""
+    start_logprobs: torch.Tensor | None = None
+    """[B, L] float32: the policy's at the step's start; None in the first update, where that is the current one."""
     weights: torch.Tensor | None = None
     """[B, L] float32 without gradient: the correction's weight of each token's loss; None: 1 everywhere."""
     advantages: torch.Tensor
@@ -33,7 +35,7 @@ class LossInputs:
     num_segments: int
     """Samples of the micro-batch, padding included."""
     ages: torch.Tensor
-    """[B, L] int64: learner steps between the token's version and the one that is trained; 0 outside the mask."""
+    """[B, L] int64: updates between the token's version and the one that is trained; 0 outside the mask."""
     reference_logprobs: torch.Tensor | None = None
     """[B, L] float32: the reference model's."""
     teacher_logprobs: torch.Tensor | None = None

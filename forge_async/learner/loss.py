@@ -20,6 +20,7 @@ from forge_async.learner.objectives import Objective, cross_entropy, objective
 from forge_async.learner.objectives.distillation import distillation
 from forge_async.learner.objectives.entropy import entropy_bonus
 from forge_async.learner.objectives.kl import kl_estimate, kl_loss, with_kl_in_reward
+from forge_async.learner.objectives.ppo import value_loss
 from forge_async.learner.settings import CorrectionSettings, ObjectiveSettings
 
 if TYPE_CHECKING:
@@ -78,10 +79,15 @@ class Loss:
         """Whether `entropy` is wanted."""
         return self.settings.entropy_weight > 0 or self.settings.entropy_metric
 
+    @property
+    def needs_values(self) -> bool:
+        """Whether `values`, `old_values` and `returns` are wanted."""
+        return self.compares and self.settings.has_values
+
     def __call__(self, inputs: LossInputs, counts: Counts) -> LossTerms:
         """Compute the micro-batch's part; `inputs` come with any anchor and without weights."""
         inputs = self.correct(inputs)
-        if self.settings.normalise_advantages:
+        if self.settings.normalise_advantages and not self.needs_values:
             inputs = replace(inputs, advantages=normalised(inputs, counts))
         if self.needs_reference and self.settings.kl_place == "reward":
             inputs = with_kl_in_reward(inputs, self.settings)
@@ -132,6 +138,10 @@ class Loss:
         for name, other in (("reference_kl", inputs.reference_logprobs), ("teacher_kl", inputs.teacher_logprobs)):
             if other is not None:
                 sums[name] = (kl_estimate(logprobs, other, "k3") * mask).sum()
+        if inputs.returns is not None and inputs.old_values is not None:
+            sums["value_error"] = ((inputs.returns - inputs.old_values).square() * mask).sum()
+            sums["return"] = (inputs.returns * mask).sum()
+            sums["return_squared"] = (inputs.returns.square() * mask).sum()
         return sums, maxima
 
 
@@ -165,6 +175,8 @@ def objective_loss(
         components.append(_regulariser("entropy", settings.entropy_weight, entropy_bonus, corrected=False))
     if settings.teacher:
         components.append(_regulariser("teacher", settings.teacher_weight, distillation, corrected=True))
+    if settings.has_values:
+        components.append(_regulariser("value", settings.value_weight, value_loss, corrected=False))
     return Loss(
         components=components,
         settings=settings,

@@ -26,6 +26,11 @@ class LearnerSettings:
     dtype: str = setting("float32", "dtype of the forward and backward pass", choices=("float32", "bfloat16"))
     row_tokens: int = setting(64, "tokens of a packed row; grows to the longest sample", unit="tokens", low=8)
     micro_batch_tokens: int = setting(2048, "tokens of one forward and backward pass on a rank", unit="tokens", low=8)
+    updates_per_batch: int = setting(
+        1,
+        "optimiser steps on each batch, all of it each time; every one after the first adds a step to the samples' age",
+        low=1,
+    )
     activation_checkpointing: str = setting(
         "none", "recompute activations in the backward pass", choices=("none", "selective", "full")
     )
@@ -46,7 +51,7 @@ class OptimizerSettings:
     max_grad_norm: float = setting(1.0, "gradients are scaled down to this norm", low=0.0)
 
 
-OBJECTIVES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp")
+OBJECTIVES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo")
 """The words of `objective.name`; a colon in it makes it a reference to a function."""
 
 
@@ -56,7 +61,7 @@ class ObjectiveSettings:
 
     name: str = setting(
         "grpo",
-        "the objective: grpo, dr_grpo, dapo, gspo, cispo, rloo or reinforce_pp, or a function of your own as "
+        "the objective: grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp or ppo, or a function of your own as "
         "file.py:function or package.module:function; sets the keys that it needs",
     )
     weight: float = setting(1.0, "the objective's weight in the loss; 0 leaves the other terms alone", low=0.0)
@@ -91,10 +96,22 @@ class ObjectiveSettings:
     teacher: str = setting("", "Hugging Face folder of a teacher with the same tokenizer, to distil from; empty: none")
     teacher_weight: float = setting(1.0, "weight of the divergence from the teacher, if there is one", low=0.0)
 
+    value_weight: float = setting(0.5, "ppo: weight of the value head's squared error", low=0.0)
+    value_clip: float = setting(0.2, "ppo: a value moves at most so far from its prediction; 0: freely", low=0.0)
+    gae_gamma: float = setting(1.0, "ppo: discount of a token", low=0.0, high=1.0)
+    gae_lambda: float = setting(0.95, "ppo: how far rewards reach back beside values", low=0.0, high=1.0)
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the objective learns a value head."""
+        return self.name == "ppo"
+
     @property
     def trains_zero_advantages(self) -> bool:
         """Whether tokens whose advantage is 0 have a gradient all the same."""
-        return bool(self.kl_weight or self.entropy_weight or self.teacher or self.normalise_advantages)
+        return bool(
+            self.kl_weight or self.entropy_weight or self.teacher or self.normalise_advantages or self.has_values
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

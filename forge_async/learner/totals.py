@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from forge_async.learner.batch import Share
 from forge_async.learner.loss import LossTerms
@@ -13,6 +13,8 @@ from forge_async.learner.rows import Rows
 if TYPE_CHECKING:
     import torch
 
+Figures: TypeAlias = tuple[dict[str, float], dict[str, float]]
+"""Sums and maxima of one update, over all ranks."""
 NOBODY = (-1, -1)
 """No sample's loss is at fault."""
 
@@ -42,6 +44,14 @@ class StepTotals:
         return torch.tensor(list(self.sums.values()), dtype=torch.float64)
 
 
+def merge_updates(updates: list[Figures]) -> Figures:
+    """Sums and maxima of a step of several updates: means over them, but the mismatch as it was at the step's start."""
+    first_sums, first_maxima = updates[0]
+    sums = {name: sum(each[name] for each, _ in updates) / len(updates) for name in first_sums}
+    maxima = {name: max(each[name] for _, each in updates) for name in first_maxima}
+    return sums | {"mismatch_kl": first_sums["mismatch_kl"]}, maxima | {"logprob_diff": first_maxima["logprob_diff"]}
+
+
 def _stack(values: tuple[torch.Tensor, ...]) -> torch.Tensor:
     import torch
 
@@ -59,19 +69,21 @@ def first_bad_sample(terms: LossTerms, rows: Rows, share: Share) -> tuple[int, i
 
 
 def not_finite(
-    step: int, loss: float, grad_norm: float, group_indices: tuple[int, ...], sample: tuple[int, int]
+    step: tuple[int, int], loss: float, grad_norm: float, group_indices: tuple[int, ...], sample: tuple[int, int]
 ) -> str:
     """The sentence that ends a run whose step is not finite.
 
     Args:
+        step: the learner's step, and the update on its batch, from 0.
         sample: (group's admission index, number in the group) of a sample to blame, or NOBODY.
     """
+    update = f", update {step[1]} on its batch" if step[1] else ""
     whose = f" over groups {group_indices[0]}..{group_indices[-1]}" if group_indices else ""
     if sample != NOBODY:
         blame = f"the loss of sample {sample[1]} of group {sample[0]} is the first that is not finite"
     else:
         blame = "the loss of each sample is finite"
     return (
-        f"Step {step}: loss={loss} and gradient norm={grad_norm}{whose} are not finite ({blame}); the weights were "
-        "left as they were. Lower optimizer.lr, or look at these samples in rollouts.jsonl.zst."
+        f"Step {step[0]}{update}: loss={loss} and gradient norm={grad_norm}{whose} are not finite ({blame}); "
+        "the weights were left as they were. Lower optimizer.lr, or look at these samples in rollouts.jsonl.zst."
     )

@@ -99,6 +99,11 @@ LOSS_OBJECTIVE = _sometimes("loss/objective", "", "the objective's part of the l
 LOSS_KL = _sometimes("loss/kl", "", "the part of the divergence from the reference")
 LOSS_ENTROPY = _sometimes("loss/entropy", "", "the part of the entropy bonus")
 LOSS_TEACHER = _sometimes("loss/teacher", "", "the part of the divergence from the teacher")
+LOSS_VALUE = _sometimes("loss/value", "", "the part of the value head's error")
+VALUE_EXPLAINED = _sometimes(
+    "value/explained_fraction", "", "share of the returns' variance that the values explained before the step"
+)
+EXTRA_UPDATES = _sometimes("staleness/extra_updates", "updates", "optimiser steps on the batch after its first")
 ZERO_ADVANTAGE = _sometimes("advantage/zero_fraction", "", "share of the batch's samples whose advantages are all 0")
 
 REQUIRED = tuple(name for name, metric in METRICS.items() if metric.required)

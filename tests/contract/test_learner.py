@@ -42,6 +42,9 @@ class TitanSubject:
     def logprobs(self, tokens, temperature=1.0):
         return self._reference.logprobs(tokens, temperature)
 
+    def entropies(self, tokens, temperature):
+        return self._reference.entropies(tokens, temperature)
+
 
 @pytest.fixture(scope="module")
 def children(tmp_path_factory):
@@ -292,6 +295,71 @@ def test_other_objectives_do_not_depend_on_the_layout_either(titan, objective, c
     assert_close(*weights)
 
 
+EVERYTHING = {
+    "name": "ppo", "kl_weight": 0.1, "kl_kind": "k3_is", "entropy_weight": 0.01, "normalise_advantages": True,
+}  # fmt: skip
+
+
+@pytest.mark.stack
+def test_values_reference_entropy_and_several_updates_do_not_depend_on_the_layout(titan):
+    chosen = {"lr": 1e-4, "objective": EVERYTHING, "correction": "decoupled", "updates_per_batch": 2}
+    batches = [off_policy(make_samples(seed=seed), titan.make()) for seed in range(2)]
+    found = []
+    for layout in ({"row_tokens": 512}, {"row_tokens": 8, "micro_batch_tokens": 16}):
+        learner = titan.make(**chosen, **layout)
+        found.append(([learner.train(share(batch)) for batch in batches], weights_of(learner)))
+    (results, weights), (others, other_weights) = found
+    for one, other in zip(results, others, strict=True):
+        assert other.loss == pytest.approx(one.loss, rel=1e-5, abs=1e-6)
+        assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
+        assert other.figures == pytest.approx(one.figures, rel=1e-4, abs=1e-6)
+    assert_close(weights, other_weights)
+    assert results[0].version.step == 1
+    assert results[0].figures["staleness/extra_updates"] == 1
+
+
+@pytest.mark.stack
+def test_the_value_head_learns_what_it_is_rewarded_for(titan):
+    learner = titan.make(objective={"name": "ppo", "value_clip": 0.0}, lr=3e-3)
+    samples = make_samples()
+    rewards = np.repeat(np.arange(9) % 3 - 1.0, samples.lengths) * samples.loss_mask
+    batch = dataclasses.replace(samples, advantages=rewards.astype(np.float32))
+    explained = [learner.train(share(batch)).figures["value/explained_fraction"] for _ in range(12)]
+    assert explained[0] < 0.05 and explained[-1] > 0.5, explained
+
+
+@pytest.mark.stack
+def test_entropy_and_divergence_are_those_of_the_model(titan):
+    objective = {"kl_weight": 1e-6, "entropy_metric": True}
+    learner, samples = titan.make(objective=objective, lr=1e-2, temperature=0.7), make_samples(1)
+    first, second = (learner.train(share(on_policy(samples, learner))) for _ in range(2))
+    expected = titan.entropies(samples.token_ids, 0.7)[samples.loss_mask[1:]]
+    assert first.figures["policy/entropy"] == pytest.approx(expected.mean(), rel=1e-5)
+    assert first.figures["reference/kl"] == pytest.approx(0, abs=1e-9)
+    assert second.figures["reference/kl"] > 1e-4
+    assert second.figures["loss/kl"] == pytest.approx(1e-6 * second.figures["reference/kl"], rel=1e-5)
+
+
+@pytest.mark.stack
+def test_a_teacher_is_approached_without_any_reward(titan, tmp_path):
+    teacher = make_model(tmp_path / "teacher", seed=1)
+    learner = titan.make(objective={"weight": 0.0, "teacher": str(teacher)}, lr=3e-3)
+    samples = dataclasses.replace(make_samples(), advantages=np.zeros_like(make_samples().advantages))
+    apart = [learner.train(share(on_policy(samples, learner))).figures["teacher/kl"] for _ in range(6)]
+    assert apart[-1] < 0.7 * apart[0], apart
+
+
+@pytest.mark.stack
+def test_in_later_updates_of_a_batch_the_ratio_moves_away_from_1(titan):
+    samples = make_samples()
+    for correction in ("decoupled", "aipo"):
+        learner = titan.make(lr=3e-3, updates_per_batch=3, correction=correction)
+        result = learner.train(share(on_policy(samples, learner)))
+        assert result.figures["ratio/max"] > 1.05
+        assert result.mismatch_kl < 1e-9, "measured at the step's start"
+        assert learner.version == PolicyVersion(step=1)
+
+
 @pytest.mark.stack
 def test_the_sample_whose_loss_is_not_finite_is_named(titan):
     learner, samples = titan.make(micro_batch_tokens=16), make_samples()
@@ -345,6 +413,23 @@ def test_two_ranks_train_as_one_and_their_shards_tile(odd, children):
     digests = call_all(ranks, "digest", [(), ()])
     assert digests[0] == digests[1]
     assert len(digest) == len(digests[0])
+
+
+@pytest.mark.stack
+def test_two_ranks_agree_with_one_about_values_reference_and_entropy(odd, children):
+    chosen = {"lr": 1e-4, "objective": EVERYTHING, "correction": "icepop", "updates_per_batch": 2}
+    alone = odd.make(**chosen)
+    batches = [off_policy(make_samples(seed=seed), alone) for seed in range(2)]
+    results, weights = [alone.train(share(samples)) for samples in batches], weights_of(alone)
+    ranks = two_ranks(children, odd.folder, **chosen)
+    for result, samples in zip(results, batches, strict=True):
+        for mine in call_all(ranks, "train", [(each,) for each in share(samples, 2)]):
+            assert mine.loss == pytest.approx(result.loss, rel=1e-5, abs=1e-6)
+            assert mine.grad_norm == pytest.approx(result.grad_norm, rel=1e-4)
+            assert mine.figures == pytest.approx(result.figures, rel=1e-4, abs=1e-6)
+    parts = call_all(ranks, "snapshot", [(), ()])
+    manifest = build_manifest(PolicyVersion(step=2), [Packed(part=part) for part, _ in parts])
+    assert_close(weights, unpack(manifest, {rank: blob for rank, (_, blob) in enumerate(parts)}))
 
 
 @pytest.mark.stack

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from forge_async.learner.corrections.ratios import start_logprobs
 from forge_async.learner.inputs import LossInputs
 from forge_async.learner.settings import CorrectionSettings
 
@@ -18,5 +19,5 @@ def token_is(inputs: LossInputs, settings: CorrectionSettings) -> LossInputs:
 
 
 def none(inputs: LossInputs, settings: CorrectionSettings) -> LossInputs:
-    """Anchor = current policy: the ratio is 1 and its gradient that of log pi, as if the samples were new."""
-    return replace(inputs, anchor_logprobs=inputs.logprobs.detach(), weights=None)
+    """Anchor = the policy at the step's start, as if it had sampled: the ratio of the first update is 1."""
+    return replace(inputs, anchor_logprobs=start_logprobs(inputs), weights=None)

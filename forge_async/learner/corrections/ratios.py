@@ -14,9 +14,14 @@ LOG_LIMIT = 20.0
 """A log-ratio is limited to this before it is exponentiated, so that a long sample gives a large number, not inf."""
 
 
+def start_logprobs(inputs: LossInputs) -> torch.Tensor:
+    """[B, L]: the policy's log-probabilities at the step's start, without gradient: the proximal policy."""
+    return inputs.logprobs.detach() if inputs.start_logprobs is None else inputs.start_logprobs
+
+
 def log_ratio(inputs: LossInputs) -> torch.Tensor:
-    """[B, L]: log(pi/mu) of each token, 0 outside the mask, without gradient."""
-    return (inputs.logprobs.detach() - inputs.behaviour_logprobs) * inputs.mask
+    """[B, L]: log(start/mu) of each token, 0 outside the mask, without gradient."""
+    return (start_logprobs(inputs) - inputs.behaviour_logprobs) * inputs.mask
 
 
 def bounded_exp(logarithm: torch.Tensor) -> torch.Tensor:
@@ -25,5 +30,5 @@ def bounded_exp(logarithm: torch.Tensor) -> torch.Tensor:
 
 
 def weighted(inputs: LossInputs, weights: torch.Tensor) -> LossInputs:
-    """Decoupled as in Hilton et al. 2021: the ratio starts at the current policy, the weights make up for the rest."""
-    return replace(inputs, anchor_logprobs=inputs.logprobs.detach(), weights=weights)
+    """Decoupled as in Hilton et al. 2021: the ratio starts at 1 with the step, the weights make up for the rest."""
+    return replace(inputs, anchor_logprobs=start_logprobs(inputs), weights=weights)

@@ -1,4 +1,4 @@
-"""Weights of whole samples. With R = product of pi/mu over the sample's tokens, at the step's start."""
+"""Weights of whole samples. With R = product of start/mu over its tokens, start as in `token`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of single tokens. With rho = pi/mu of a token, at the step's start."""
+"""Weights of single tokens. With rho = start/mu of a token, start being the policy at the step's start."""
 
 from __future__ import annotations
 

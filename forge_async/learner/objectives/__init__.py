@@ -13,6 +13,7 @@ from forge_async.learner.objectives.dapo import dapo
 from forge_async.learner.objectives.dr_grpo import dr_grpo
 from forge_async.learner.objectives.grpo import grpo
 from forge_async.learner.objectives.gspo import gspo
+from forge_async.learner.objectives.ppo import ppo
 from forge_async.learner.objectives.reinforce_pp import reinforce_pp
 from forge_async.learner.objectives.rloo import rloo
 from forge_async.learner.objectives.terms import TokenLoss
@@ -22,7 +23,7 @@ from forge_async.learner.settings import OBJECTIVES, ObjectiveSettings
 Objective: TypeAlias = Callable[[LossInputs, ObjectiveSettings], TokenLoss]
 
 BY_NAME: Mapping[str, Objective] = {
-    function.__name__: function for function in (grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp)
+    function.__name__: function for function in (grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, ppo)
 }
 """`objective.name` to its function."""
 

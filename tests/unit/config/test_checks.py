@@ -28,13 +28,30 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
         ["async.correction=none", "async.max_staleness=2", "async.force_uncorrected=true"],
     ),
     (c.objective_is_known, {"objective.name": "drgrpo"}, ["objective.name=drgrpo", "did you mean", "dr_grpo"]),
-    (c.objective_is_known, {"objective.name": "ppo2"}, ["objective.name=ppo2 is no objective", "grpo, dr_grpo"]),
+    (c.objective_is_known, {"objective.name": "best"}, ["objective.name=best is no objective", "grpo, dr_grpo"]),
     (c.loss_has_a_term, {"objective.weight": 0.0}, ["objective.weight=0", "objective.teacher"]),
     (c.divergence_teaches, {"objective.kl_weight": 0.1, "objective.kl_kind": "k1"}, ["kl_kind=k1", "k3_is"]),
     (
         c.divergence_teaches,
         {"objective.kl_weight": 0.1, "objective.kl_kind": "k3_is", "objective.kl_place": "reward"},
         ["kl_kind=k3_is", "k1 or k3"],
+    ),
+    (c.values_get_rewards, {"objective.name": "ppo"}, ["objective.name=ppo", "advantage.baseline=none"]),
+    (
+        c.values_get_rewards,
+        {"objective.name": "ppo", "advantage.baseline": "none"},
+        ["advantage.scale=group_std must be advantage.scale=none"],
+    ),
+    (
+        c.values_get_rewards,
+        {
+            "objective.name": "ppo",
+            "advantage.baseline": "none",
+            "advantage.scale": "none",
+            "objective.kl_weight": 0.1,
+            "objective.kl_place": "reward",
+        },
+        ["objective.kl_place=loss"],
     ),
     (c.overlong_fits, {"advantage.overlong_tokens": 4096}, ["advantage.overlong_tokens=4096", "max_new_tokens"]),
     (

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from forge_async.config import Config, check, compose, from_file, load
+from forge_async.config import Config, check, compose, from_file, load, problems
 from forge_async.config.loading import parse
+from forge_async.config.presets import ALL_PRESETS
 from forge_async.config.schema import KEYS, SECTIONS
 from forge_async.config.sources import shipped_names
 from forge_async.replay.bound import UNLIMITED
@@ -204,3 +205,29 @@ def test_values_are_found_and_replaced_by_dotted_key() -> None:
     assert config.value("steps") == config.root.steps == 5
     with pytest.raises(KeyError):
         config.value("nope")
+
+
+@pytest.mark.parametrize(("key", "word"), [(key, word) for key in ALL_PRESETS for word in ALL_PRESETS[key]])
+def test_every_preset_sets_keys_that_exist_to_values_that_are_accepted(key: str, word: str) -> None:
+    config = compose([], [f"{key}={word}"])
+    assert {name: config.value(name) for name in ALL_PRESETS[key][word]} == ALL_PRESETS[key][word]
+    assert list(problems(config)) == []
+
+
+def test_what_is_given_beside_a_name_wins_over_what_the_name_sets(tmp_path: Path) -> None:
+    config = compose([], ["objective.name=gspo", "objective.clip_low=1e-3"])
+    assert (config.objective.clip_low, config.objective.clip_high) == (1e-3, 4e-4)
+    path = write(tmp_path / "a.yaml", "objective: {clip_high: 0.5}")
+    assert compose([path], ["objective.name=gspo"]).objective.clip_high == 4e-4
+    assert compose([path], ["objective.name=grpo"]).objective.clip_high == 0.5
+
+
+def test_a_name_that_is_replaced_leaves_nothing_behind(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.yaml", "{objective: {name: rloo}, async: {correction: icepop}}")
+    assert compose([path], ["objective.name=grpo", "async.correction=token_is"]) == Config()
+
+
+def test_a_constant_length_is_the_limit_unless_given() -> None:
+    limit = Config().sampling.max_new_tokens
+    assert compose([], ["objective.name=dr_grpo"]).whole_objective().constant_tokens == limit
+    assert compose([], ["objective.constant_tokens=7"]).whole_objective().constant_tokens == 7

@@ -45,8 +45,8 @@ def counts_of(inputs, num_batch_samples=None):
     )
 
 
-def random_inputs(seed=0, num_rows=3, width=12, spread=0.4, dtype=torch.float64):
-    """Rows of three samples each, some tokens masked, ratios around 1, ages 0 to 3, everything optional given."""
+def random_inputs(seed=0, num_rows=3, width=12, spread=0.4, dtype=torch.float64, one_sample_a_row=False):
+    """Rows of three samples or one, some tokens masked, ratios around 1, ages 0 to 3, everything optional given."""
     generator = torch.Generator().manual_seed(seed)
     shape = (num_rows, width)
 
@@ -55,19 +55,24 @@ def random_inputs(seed=0, num_rows=3, width=12, spread=0.4, dtype=torch.float64)
 
     mask = (torch.rand(shape, generator=generator) < 0.7).to(dtype)
     behaviour = -torch.rand(shape, generator=generator, dtype=torch.float64) - 0.2
-    number = torch.arange(width) * 3 // width
+    per_row = 1 if one_sample_a_row else 3
+    number = torch.arange(width) * per_row // width
+    advantages = normal()[:, :1].expand(shape) if one_sample_a_row else normal()
     return LossInputs(
         logprobs=(behaviour + spread * normal()).to(dtype).requires_grad_(),
         behaviour_logprobs=behaviour.to(dtype),
         anchor_logprobs=behaviour.to(dtype),
-        advantages=(normal() * mask).to(dtype),
+        advantages=(advantages * mask).to(dtype),
         mask=mask,
-        segments=number + 3 * torch.arange(num_rows)[:, None],
-        num_segments=3 * num_rows,
+        segments=number + per_row * torch.arange(num_rows)[:, None],
+        num_segments=per_row * num_rows,
         ages=torch.randint(0, 4, shape, generator=generator) * (mask > 0),
         reference_logprobs=(behaviour + spread * normal()).to(dtype),
         teacher_logprobs=(behaviour + spread * normal()).to(dtype),
         entropy=normal().abs().to(dtype).requires_grad_(),
+        values=normal().to(dtype).requires_grad_(),
+        old_values=normal().to(dtype),
+        returns=normal().to(dtype),
     )
 
 

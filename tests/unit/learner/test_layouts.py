@@ -89,6 +89,9 @@ def inputs_of(rows, table, reference):
         ages=(NOW - steps) * (steps >= 0),
         reference_logprobs=taken(reference.log_softmax(-1)[columns["token_ids"]]),
         teacher_logprobs=taken(reference.softmax(-1).log_softmax(-1)[columns["token_ids"]]),
+        values=taken(table.tanh()[columns["token_ids"]]),
+        old_values=taken(reference[columns["token_ids"]]),
+        returns=columns["targets"].float() / VOCAB,
         entropy=-(log_softmax.exp() * log_softmax).sum(-1),
     )
 

@@ -61,7 +61,7 @@ def admissions(*indices):
     ]
 
 
-def maker(rewards=None, *, zero_variance="refill", timeout_s=5.0):
+def maker(rewards=None, *, zero_variance="refill", timeout_s=5.0, **advantage):
     return GroupMaker(
         source=FakeSource(),
         renderer=FakeRenderer(),
@@ -69,7 +69,7 @@ def maker(rewards=None, *, zero_variance="refill", timeout_s=5.0):
         sampling=Sampling(max_new_tokens=9, stop_token_ids=(STOP,)),
         group_size=GROUP_SIZE,
         run_seed=11,
-        advantage=AdvantageSettings(zero_variance=zero_variance),
+        advantage=AdvantageSettings(zero_variance=zero_variance, **advantage),
         rollout=RolloutSettings(group_timeout_s=timeout_s),
     )
 
@@ -116,6 +116,17 @@ async def test_a_group_of_equal_rewards_is_filtered_if_the_settings_refill(zero_
     batches = await make(maker(zero_variance=zero_variance), [0, 1], FakePolicy([["a", "b", "c"], ["a", "bb", "c"]]))
     assert [made.filtered for made in batches[0]] == [filtered, ""]
     assert not batches[0][0].group.samples.advantages.any()
+
+
+async def test_the_penalty_for_length_makes_equal_rewards_differ_and_is_not_recorded_as_reward():
+    rewards = FakeRewards(lambda prompt, completion: 1.0)
+    policy = FakePolicy([["a", "bbbbb", "bbbbbbbb"]])
+    ((made,),) = await make(maker(rewards, overlong_tokens=6, scale="none"), [0], policy)
+    assert made.filtered == ""
+    assert made.group.rewards.tolist() == [1, 1, 1]
+    # Lengths with the stop token 2, 6 and 9 of a limit of 9: penalties 0, 0.5 and 1.
+    at_the_end = made.group.samples.advantages[made.group.samples.bounds()[1:] - 1]
+    assert at_the_end == pytest.approx([0.5, 0.0, -0.5])
 
 
 async def test_a_reward_that_fails_ends_the_work_naming_the_prompt():
