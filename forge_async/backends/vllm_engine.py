@@ -193,6 +193,7 @@ class VllmEngine:
             logprobs=0,
             detokenize=False,
             output_kind=self._final_only,
+            skip_clone=True,  # made for this request alone
         )
 
     def _model(self) -> Any:
