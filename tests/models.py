@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,15 @@ def make_model(folder: Path, kind: str = "qwen3", seed: int = 0) -> Path:
     return folder
 
 
+def without_end(folder: Path) -> Path:
+    """Take the end token out of a model's configuration, so that completions run to their token limit."""
+    for name in ("config.json", "generation_config.json"):
+        settings = json.loads((folder / name).read_text())
+        settings["eos_token_id"] = None
+        (folder / name).write_text(json.dumps(settings))
+    return folder
+
+
 def read_weights(folder: Path) -> dict[str, Any]:
     """Hugging Face name to tensor."""
     from safetensors.torch import load_file
@@ -78,16 +88,19 @@ class Reference:
         return -(logprobs.exp() * logprobs).sum(-1).numpy()
 
 
-def mixed_logprobs(old: Reference, new: Reference, token_ids: Sequence[int], num_old: int) -> np.ndarray:
-    """float64 [T - 1]: the first `num_old` tokens are read by the old model, the others by the new one on its KV."""
+def mixed_logprobs(reads: Sequence[tuple[Reference, int]], token_ids: Sequence[int]) -> np.ndarray:
+    """float64 [T - 1]: models read the tokens in turn, so many each, on the KV that those before them left."""
     import torch
     from transformers import DynamicCache
 
-    ids, cache = list(map(int, token_ids)), DynamicCache()
+    ids, cache, logits, at = list(map(int, token_ids)), DynamicCache(), [], 0
     with torch.no_grad():
-        first = old.model(torch.tensor([ids[:num_old]]), past_key_values=cache, use_cache=True).logits[0]
-        rest = new.model(torch.tensor([ids[num_old:]]), past_key_values=cache, use_cache=True).logits[0]
-    return _taken(torch.cat([first, rest]), token_ids, 1.0)
+        for reference, count in reads:
+            part = torch.tensor([ids[at : at + count]])
+            if part.numel():
+                logits.append(reference.model(part, past_key_values=cache, use_cache=True).logits[0])
+            at += count
+    return _taken(torch.cat(logits), token_ids, 1.0)
 
 
 def _taken(logits: Any, token_ids: Sequence[int], temperature: float) -> np.ndarray:

@@ -71,7 +71,7 @@ class VllmEngine:
             custom_ops._supports_onednn = False
         self._params_class, self._final_only = SamplingParams, RequestOutputKind.FINAL_ONLY
         self._refusals = (ValueError, VLLMError)
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**_arguments(model_folder, settings, seed)))
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**_arguments(model_folder, settings, seed, on_cpu)))
         self.build_s = time.perf_counter() - begun - self.import_s
         self._inside = Inside(self._engine)
         self._loads = itertools.count()
@@ -193,6 +193,7 @@ class VllmEngine:
             logprobs=0,
             detokenize=False,
             output_kind=self._final_only,
+            skip_clone=True,  # made for this request alone
         )
 
     def _model(self) -> Any:
@@ -205,7 +206,12 @@ class VllmEngine:
         return self._inverse
 
 
-def _arguments(model_folder: str, settings: PolicySettings, seed: int) -> dict[str, Any]:
+def _arguments(model_folder: str, settings: PolicySettings, seed: int, on_cpu: bool) -> dict[str, Any]:
+    step_tokens = settings.max_batch_tokens
+    if on_cpu:
+        # A prompt that is read in chunks makes vLLM turn back its row's random generator, which a CPU's cannot: the
+        # engine would die as soon as a step's prompts exceed its tokens. So prompts are read whole, or wait a step.
+        step_tokens = max(step_tokens, settings.max_model_tokens)
     return {
         "model": model_folder,
         "load_format": "dummy",
@@ -214,7 +220,8 @@ def _arguments(model_folder: str, settings: PolicySettings, seed: int) -> dict[s
         "enforce_eager": not settings.compile,
         "max_model_len": settings.max_model_tokens,
         "max_num_seqs": settings.max_sequences,
-        "max_num_batched_tokens": settings.max_batch_tokens,
+        "max_num_batched_tokens": step_tokens,
+        "enable_chunked_prefill": not on_cpu,
         "kv_cache_memory_bytes": settings.kv_cache_bytes,
         "block_size": settings.block_tokens,
         "enable_prefix_caching": settings.prefix_cache,

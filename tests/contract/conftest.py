@@ -1,9 +1,16 @@
-"""Ends Monarch's client with the test session, so that the interpreter's exit is quiet."""
+"""Engines that several suites share. Ends Monarch's client with the session, so that the interpreter exits quietly."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+
+import pytest
+
+from forge_async.core.versions import PolicyVersion
+from tests.child import Child
+from tests.engines import VERSIONS, FakeSubject, VllmSubject
+from tests.models import make_model, without_end
 
 
 def pytest_sessionfinish():
@@ -12,3 +19,32 @@ def pytest_sessionfinish():
 
         with contextlib.suppress(TimeoutError):
             shutdown_context(host_timeout=0.5).get(timeout=5)
+
+
+@pytest.fixture(scope="session")
+def engine_child(tmp_path_factory):
+    """The one process that hosts vLLM engines, since its start costs half a minute."""
+    made = Child(tmp_path_factory.mktemp("vllm") / "log")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session", params=["fake", pytest.param("vllm", marks=pytest.mark.stack)])
+def engine_subject(request, tmp_path_factory):
+    """An engine, two sets of weights for it, and what a reference computes with them."""
+    if request.param == "fake":
+        return FakeSubject()
+    folders = [without_end(make_model(tmp_path_factory.mktemp(f"model{seed}"), "qwen3", seed)) for seed in (0, 1)]
+    return VllmSubject(request.getfixturevalue("engine_child"), folders)
+
+
+@pytest.fixture
+def engine(engine_subject):
+    """The engine, idle, with the first weights under a version of their own."""
+    engine_subject.engine.load(engine_subject.weights[0], PolicyVersion(step=next(VERSIONS)))
+    yield engine_subject.engine
+    for _ in range(200):
+        if not engine_subject.engine.num_unfinished():
+            return
+        engine_subject.engine.step()
+    raise AssertionError("the test left requests that do not end")

@@ -2,113 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
 from forge_async.core.errors import FingerprintError, WeightsError
 from forge_async.core.versions import PolicyVersion
-from forge_async.policy.ports import GenerationRequest, Sampling
 from forge_async.weights.fingerprint import check_fingerprint
 from forge_async.weights.manifest import build_manifest
 from forge_async.weights.packing import LocalShard, pack
-from tests.child import Child
-from tests.fakes import TABLE, FakeEngine, bigram_table, log_softmax
-from tests.models import Reference, make_model, mixed_logprobs, read_weights
+from tests.engines import LONG_PROMPT, PROMPT, VERSIONS, finish, generate, request, rows
+from tests.models import Reference, make_model, read_weights
 
 pytestmark = pytest.mark.timeout(180)
-PROMPT = (1, 9, 33, 21, 60, 42, 13)
-LONG_PROMPT = (1, *((3 * i) % 90 + 4 for i in range(99)))
-_versions = itertools.count(1)
-
-
-class FakeSubject:
-    """The fake engine with two sets of weights."""
-
-    def __init__(self):
-        import torch
-
-        self.engine = FakeEngine(max_tokens=128)
-        self._tables = [bigram_table(0), bigram_table(1)]
-        self.weights = [{TABLE: torch.from_numpy(table)} for table in self._tables]
-
-    def logprobs(self, which, tokens, temperature=1.0):
-        rows = log_softmax(self._tables[which][list(tokens[:-1])] / temperature)
-        return rows[np.arange(len(tokens) - 1), list(tokens[1:])]
-
-    def mixed(self, tokens, num_old):
-        return np.concatenate([self.logprobs(0, tokens)[:num_old], self.logprobs(1, tokens)[num_old:]])
-
-
-class VllmSubject:
-    """vLLM with the tiny Qwen3, in a process of its own."""
-
-    def __init__(self, child, folders):
-        self.engine = child.build("tests.backends:vllm_engine", str(folders[0]))
-        self.weights = [read_weights(folder) for folder in folders]
-        self._references = [Reference(folder) for folder in folders]
-
-    def logprobs(self, which, tokens, temperature=1.0):
-        return self._references[which].logprobs(tokens, temperature)
-
-    def mixed(self, tokens, num_old):
-        return mixed_logprobs(*self._references, tokens, num_old)
-
-
-@pytest.fixture(scope="module")
-def child(tmp_path_factory):
-    made = Child(tmp_path_factory.mktemp("vllm") / "log")
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module", params=["fake", pytest.param("vllm", marks=pytest.mark.stack)])
-def subject(request, tmp_path_factory):
-    if request.param == "fake":
-        return FakeSubject()
-    folders = [make_model(tmp_path_factory.mktemp(f"model{seed}"), "qwen3", seed) for seed in (0, 1)]
-    return VllmSubject(request.getfixturevalue("child"), folders)
 
 
 @pytest.fixture
-def engine(subject):
-    """The engine, idle, with the first weights under a version of their own."""
-    subject.engine.load(subject.weights[0], PolicyVersion(step=next(_versions)))
-    yield subject.engine
-    for _ in range(200):
-        if not subject.engine.num_unfinished():
-            return
-        subject.engine.step()
-    raise AssertionError("the test left requests that do not end")
-
-
-def request(id="a", prompt=PROMPT, *, n=1, seed=0, tokens=8, temperature=1.0, stop=()):
-    return GenerationRequest(
-        id=id,
-        prompt_token_ids=np.array(prompt, dtype=np.int32),
-        num_samples=n,
-        seed=seed,
-        sampling=Sampling(max_new_tokens=tokens, temperature=temperature, stop_token_ids=tuple(stop)),
-    )
-
-
-def finish(engine):
-    """Step until nothing is left; the completions by request id."""
-    found = {}
-    while engine.num_unfinished():
-        found.update({result.id: result.completions for result in engine.step()})
-    return found
-
-
-def generate(engine, *requests):
-    engine.add(list(requests))
-    return finish(engine)
-
-
-def rows(completions, column="token_ids"):
-    edges = completions.bounds()
-    return [getattr(completions, column)[a:b].tolist() for a, b in zip(edges[:-1], edges[1:], strict=True)]
+def subject(engine_subject):
+    return engine_subject
 
 
 def served(engine, names):
@@ -200,11 +110,11 @@ def test_a_swap_keeps_what_the_old_version_remembered(engine, subject):
     engine.add([request(tokens=16)])
     for _ in range(8):
         engine.step()
-    engine.load(subject.weights[1], PolicyVersion(step=next(_versions)))
+    engine.load(subject.weights[1], PolicyVersion(step=next(VERSIONS)))
     completions = finish(engine)["a"]
     tokens = [*PROMPT, *completions.token_ids.tolist()]
     num_read = len(PROMPT) + 7  # the eighth token was made by the old version and is first read by the new one
-    wanted = subject.mixed(tokens, num_read)[len(PROMPT) - 1 :]
+    wanted = subject.mixed(tokens, [(0, num_read), (1, 8)])[len(PROMPT) - 1 :]
     assert completions.logprobs == pytest.approx(wanted, abs=1e-4)
     pure = subject.logprobs(0, tokens)[len(PROMPT) - 1 :]
     assert completions.logprobs[:8] == pytest.approx(pure[:8], abs=1e-4)
@@ -216,7 +126,7 @@ def test_no_version_is_served_from_what_another_one_cached(engine, subject):
         generate(engine, request(prompt=LONG_PROMPT, tokens=4))
     engine.add([request("slow", LONG_PROMPT, tokens=20)])
     engine.step()
-    engine.load(subject.weights[1], PolicyVersion(step=next(_versions)))
+    engine.load(subject.weights[1], PolicyVersion(step=next(VERSIONS)))
     finish(engine)
     for _ in range(2):
         completions = generate(engine, request(prompt=LONG_PROMPT, tokens=4))["a"]
@@ -226,12 +136,12 @@ def test_no_version_is_served_from_what_another_one_cached(engine, subject):
 
 def test_what_is_read_back_is_what_was_loaded(engine, subject):
     for which in (1, 0):
-        engine.load(subject.weights[which], PolicyVersion(step=next(_versions)))
+        engine.load(subject.weights[which], PolicyVersion(step=next(VERSIONS)))
         assert_serves(engine, subject.weights[which])
     assert served(engine, ["no.such.weight"]) == []
 
 
-def test_a_fingerprint_tells_versions_apart(engine, subject):
+def test_a_fingerprint_tellsVERSIONS_apart(engine, subject):
     for which in (0, 1):
         boxes = [
             LocalShard(name=name, tensor=tensor, global_shape=tuple(tensor.shape), offsets=(0,) * tensor.dim())
@@ -299,13 +209,24 @@ def test_a_request_that_cannot_be_served_is_refused_alone(engine):
     assert sorted(finish(engine)) == ["a", "b"]
 
 
+def test_more_prompts_than_a_step_can_read_are_read_in_several(engine, subject):
+    """15 prompts of 90 tokens, in steps of 1,024 tokens."""
+    prompts = {f"r{i}": tuple((7 * i + 3 * k) % 90 + 4 for k in range(90)) for i in range(15)}
+    results = generate(
+        engine, *(request(id, prompt, tokens=4, seed=i) for i, (id, prompt) in enumerate(prompts.items()))
+    )
+    for id, prompt in prompts.items():
+        wanted = subject.logprobs(0, [*prompt, *results[id].token_ids.tolist()])[len(prompt) - 1 :]
+        assert results[id].logprobs == pytest.approx(wanted, abs=1e-5)
+
+
 @pytest.mark.parametrize("damage", ["shape", "dtype"])
 def test_weights_that_do_not_fit_are_refused_before_anything_is_written(engine, subject, damage):
     weights, version = dict(subject.weights[1]), engine.version
     last = sorted(weights)[-1]
     weights[last] = weights[last][:-1] if damage == "shape" else weights[last].double()
     with pytest.raises(WeightsError, match=last):
-        engine.load(weights, PolicyVersion(step=next(_versions)))
+        engine.load(weights, PolicyVersion(step=next(VERSIONS)))
     assert engine.version == version
     assert_serves(engine, subject.weights[0])
     assert list(generate(engine, request("a"))) == ["a"]
@@ -313,19 +234,19 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_written(engine, 
 
 def test_how_full_the_engine_is_is_told(engine):
     idle = engine.occupancy()
-    assert (idle.num_running, idle.num_waiting, idle.num_preemptions) == (0, 0, 0)
+    assert (idle.num_running, idle.num_waiting) == (0, 0)
     engine.add([request(f"r{i}", LONG_PROMPT, n=4, seed=4096 * i, tokens=10) for i in range(3)])
     engine.step()
     busy = engine.occupancy()
-    assert (busy.num_running, busy.num_waiting) == (12, 0)
+    assert (busy.num_running, busy.num_waiting, busy.num_preemptions) == (12, 0, idle.num_preemptions)
     assert 0 < busy.kv_usage <= 1
 
 
 @pytest.mark.stack
 @pytest.mark.parametrize("kind", ["qwen3_untied", "llama", "llama_untied"])
-def test_vllm_serves_other_architectures_as_they_were_loaded(child, tmp_path, kind):
+def test_vllm_serves_other_architectures_as_they_were_loaded(engine_child, tmp_path, kind):
     folder = make_model(tmp_path / kind, kind)
-    engine, weights = child.build("tests.backends:vllm_engine", str(folder)), read_weights(folder)
+    engine, weights = engine_child.build("tests.backends:vllm_engine", str(folder)), read_weights(folder)
     engine.load(weights, PolicyVersion(step=1))
     assert_serves(engine, weights)
     completions = generate(engine, request(tokens=16))["a"]

@@ -1,0 +1,81 @@
+"""Engines with two sets of weights and what a reference computes with them; requests, and what comes of them."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from forge_async.policy.ports import GenerationRequest, Sampling
+from tests.fakes import TABLE, FakeEngine, bigram_table, log_softmax
+from tests.models import Reference, mixed_logprobs, read_weights
+
+PROMPT = (1, 9, 33, 21, 60, 42, 13)
+LONG_PROMPT = (1, *((3 * i) % 90 + 4 for i in range(99)))
+VERSIONS = itertools.count(1)
+"""Steps of versions, since an engine that is shared should see each only once."""
+
+
+class FakeSubject:
+    """The fake engine with two sets of weights."""
+
+    def __init__(self):
+        import torch
+
+        self.engine = FakeEngine(max_tokens=128)
+        self._tables = [bigram_table(0), bigram_table(1)]
+        self.weights = [{TABLE: torch.from_numpy(table)} for table in self._tables]
+
+    def logprobs(self, which, tokens, temperature=1.0):
+        rows = log_softmax(self._tables[which][list(tokens[:-1])] / temperature)
+        return rows[np.arange(len(tokens) - 1), list(tokens[1:])]
+
+    def mixed(self, tokens, reads):
+        rows, at = [], 0
+        for which, count in reads:
+            rows.append(self.logprobs(which, tokens)[at : at + count])
+            at += count
+        return np.concatenate(rows)
+
+
+class VllmSubject:
+    """vLLM with the tiny Qwen3, in a process of its own."""
+
+    def __init__(self, child, folders):
+        self.engine = child.build("tests.backends:vllm_engine", str(folders[0]))
+        self.weights = [read_weights(folder) for folder in folders]
+        self._references = [Reference(folder) for folder in folders]
+
+    def logprobs(self, which, tokens, temperature=1.0):
+        return self._references[which].logprobs(tokens, temperature)
+
+    def mixed(self, tokens, reads):
+        return mixed_logprobs([(self._references[which], count) for which, count in reads], tokens)
+
+
+def request(id="a", prompt=PROMPT, *, n=1, seed=0, tokens=8, temperature=1.0, stop=()):
+    return GenerationRequest(
+        id=id,
+        prompt_token_ids=np.array(prompt, dtype=np.int32),
+        num_samples=n,
+        seed=seed,
+        sampling=Sampling(max_new_tokens=tokens, temperature=temperature, stop_token_ids=tuple(stop)),
+    )
+
+
+def finish(engine):
+    """Step until nothing is left; the completions by request id."""
+    found = {}
+    while engine.num_unfinished():
+        found.update({result.id: result.completions for result in engine.step()})
+    return found
+
+
+def generate(engine, *requests):
+    engine.add(list(requests))
+    return finish(engine)
+
+
+def rows(completions, column="token_ids"):
+    edges = completions.bounds()
+    return [getattr(completions, column)[a:b].tolist() for a, b in zip(edges[:-1], edges[1:], strict=True)]
