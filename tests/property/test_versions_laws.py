@@ -1,5 +1,6 @@
 """The run-length code against the naive list of one (step, incarnation) a token."""
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,6 +40,16 @@ def test_coding_loses_nothing_and_every_run_is_as_long_as_it_can_be(each):
 @given(tokens, st.integers(0, 40), st.integers(0, 40))
 def test_a_slice_is_the_slice_of_the_list(each, start, stop):
     assert expanded(coded(each).slice(start, stop)) == each[start:stop]
+
+
+@given(tokens, st.data())
+def test_taking_tokens_is_indexing_the_list(each, data):
+    chosen = data.draw(st.lists(st.integers(0, len(each) - 1), max_size=40)) if each else []
+    taken = coded(each).take(np.asarray(chosen, dtype=np.int64))
+    assert taken.lengths.dtype == taken.steps.dtype == taken.incarnations.dtype == "int32"
+    expected = [each[index] for index in chosen]
+    assert expanded(taken) == expected
+    assert len(taken.lengths) == len(coded(expected).lengths)
 
 
 @given(st.lists(tokens, max_size=5))
