@@ -15,6 +15,8 @@ import numpy as np
 from forge_async.core.errors import ForgeError
 from forge_async.core.versions import VersionRuns
 
+_NO_STEP = np.int32(np.iinfo(np.int32).max)
+
 SCHEMA = 1
 """Number of this record layout; written with every stored group so that a reader can refuse what it does not know."""
 
@@ -114,22 +116,25 @@ class Samples:
 
     def oldest_steps(self) -> np.ndarray:
         """int32 [N], the step of each sample's oldest sampled token; the largest int32 where nothing was sampled."""
-        steps = self.versions.per_token_steps().astype(np.int32)
-        steps[steps < 0] = np.iinfo(np.int32).max
-        return np.minimum.reduceat(steps, self.bounds()[:-1]) if len(self) else steps[:0]
+        if not len(self):
+            return np.zeros(0, dtype=np.int32)
+        runs = np.where(self.versions.steps < 0, _NO_STEP, self.versions.steps)
+        starts = np.cumsum(self.lengths) - self.lengths
+        return np.minimum.reduceat(np.repeat(runs, self.versions.lengths), starts)
 
     def select(self, rows: Sequence[int]) -> Samples:
         """The samples of `rows`, in that order."""
-        edges = self.bounds()
-        spans = [(int(edges[row]), int(edges[row + 1])) for row in rows]
-        take = np.concatenate([np.arange(a, b) for a, b in spans]) if spans else np.zeros(0, dtype=np.int64)
+        chosen = np.asarray(rows, dtype=np.int64)
+        lengths, starts = self.lengths[chosen].astype(np.int64), self.bounds()[chosen]
+        # Token i of the result lies as far behind its sample's start as it does here.
+        take = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
         return Samples(
-            lengths=self.lengths[list(rows)],
+            lengths=self.lengths[chosen],
             token_ids=self.token_ids[take],
             loss_mask=self.loss_mask[take],
             logprobs=self.logprobs[take],
             advantages=self.advantages[take],
-            versions=VersionRuns.concat([self.versions.slice(a, b) for a, b in spans]),
+            versions=self.versions.take(take),
             kept_set=None if self.kept_set is None else self.kept_set[take],
             routed_experts=None if self.routed_experts is None else self.routed_experts[take],
         )

@@ -103,6 +103,18 @@ class VersionRuns:
         sampled = self.steps[self.steps != NOT_SAMPLED]
         return int(sampled.min()) if sampled.size else None
 
+    def take(self, tokens: np.ndarray) -> VersionRuns:
+        """The runs of the given tokens of the axis (int [T]), in that order; equal neighbours join."""
+        run = np.repeat(np.arange(len(self.lengths)), self.lengths)[tokens]
+        steps, incarnations = self.steps[run], self.incarnations[run]
+        changes = np.flatnonzero((np.diff(steps) != 0) | (np.diff(incarnations) != 0)) + 1
+        firsts = np.concatenate([np.zeros(min(1, len(run)), dtype=np.int64), changes])
+        return VersionRuns(
+            lengths=np.diff(firsts, append=len(run)).astype(np.int32),
+            steps=steps[firsts],
+            incarnations=incarnations[firsts],
+        )
+
     def slice(self, start: int, stop: int) -> VersionRuns:
         """The runs of tokens [start, stop) of the axis."""
         ends = np.cumsum(self.lengths)

@@ -53,17 +53,16 @@ _NAMES = (
 )
 
 
-def ages(groups: Sequence[Group], step: int, ready_at_steps: Sequence[int]) -> Ages:
-    """Ages of the samples of `groups` when step `step` consumes them.
+def ages(oldest_steps: Sequence[np.ndarray], step: int, ready_at_steps: Sequence[int]) -> Ages:
+    """Ages of the samples of a batch when step `step` consumes it.
 
     Args:
-        groups: the batch.
+        oldest_steps: for each group, int32 [N] as `Samples.oldest_steps` gives them.
         step: the consuming step, which is the learner's version before its update.
         ready_at_steps: for each group, the learner's version when it became ready.
     """
-    oldest = [group.samples.oldest_steps() for group in groups]
-    ready_at = np.repeat(np.asarray(ready_at_steps, dtype=np.int32), [len(steps) for steps in oldest])
-    flat = np.concatenate([*oldest, np.zeros(0, dtype=np.int32)]).astype(np.int32)
+    ready_at = np.repeat(np.asarray(ready_at_steps, dtype=np.int32), [len(steps) for steps in oldest_steps])
+    flat = np.concatenate([*oldest_steps, np.zeros(0, dtype=np.int32)]).astype(np.int32)
     aged = flat != NO_TOKENS
     flat, ready_at = flat[aged], ready_at[aged]
     return Ages(staleness=step - flat, in_flight=ready_at - flat, in_queue=step - ready_at)

@@ -3,40 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
 
 from forge_async.core.records import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A ready group, with what was worked out of it as it came in."""
+
+    group: Group
+    oldest_steps: np.ndarray
+    """int32 [N], `Samples.oldest_steps` of its samples."""
+    num_bytes: int
+    """Bytes of its arrays."""
 
 
 class Buffer:
     """What the ledger only counts: the arrays themselves."""
 
     def __init__(self) -> None:
-        self._groups: dict[int, Group] = {}
+        self._held: dict[int, Held] = {}
         self.num_tokens = 0
         """Tokens held, prompts included."""
         self.num_bytes = 0
         """Bytes of the arrays held."""
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self._held)
 
-    def __getitem__(self, index: int) -> Group:
-        return self._groups[index]
+    def __getitem__(self, index: int) -> Held:
+        return self._held[index]
 
-    def put(self, group: Group) -> None:
-        """Keep a group in place of what was kept under its index."""
+    def put(self, group: Group, oldest_steps: np.ndarray) -> None:
+        """Keep a group, and the steps of its samples' oldest tokens, in place of what was kept under its index."""
         self.drop(group.index)
-        self._groups[group.index] = group
+        held = Held(group=group, oldest_steps=oldest_steps, num_bytes=group_bytes(group))
+        self._held[group.index] = held
         self.num_tokens += group.samples.num_tokens
-        self.num_bytes += group_bytes(group)
+        self.num_bytes += held.num_bytes
 
     def drop(self, index: int) -> Group | None:
         """Let go of a group and return it; None if it was not here."""
-        group = self._groups.pop(index, None)
-        if group is not None:
-            self.num_tokens -= group.samples.num_tokens
-            self.num_bytes -= group_bytes(group)
-        return group
+        held = self._held.pop(index, None)
+        if held is None:
+            return None
+        self.num_tokens -= held.group.samples.num_tokens
+        self.num_bytes -= held.num_bytes
+        return held.group
 
     def drop_all(self, indices: Iterable[int]) -> list[Group]:
         """Let go of those of `indices` that are here, and return them in that order."""

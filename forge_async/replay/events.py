@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -191,19 +192,22 @@ _NAMES = {cls: name for name, cls in _KINDS.items()}
 _FIELDS = {cls: tuple(field.name for field in dataclasses.fields(cls)) for cls in _NAMES}
 
 
-def to_json(event: Event) -> dict[str, Any]:
-    """The event as a JSON object of plain values."""
-    record: dict[str, Any] = {"schema": SCHEMA, "event": _NAMES[type(event)]}
-    for name in _FIELDS[type(event)]:
-        value = getattr(event, name)
-        if isinstance(value, PromptId):
-            value = [value.source, value.epoch, value.index]
-        record[name] = list(value) if isinstance(value, tuple) else value
-    return record
+def to_line(event: Event) -> str:
+    """The event as a JSON object in one line. Written by hand, since a run writes several of them for each group."""
+    fields = [f',"{name}":{_json(getattr(event, name))}' for name in _FIELDS[type(event)]]
+    return f'{{"schema":{SCHEMA},"event":"{_NAMES[type(event)]}"{"".join(fields)}}}'
+
+
+def _json(value: Any) -> str:
+    if type(value) is int:
+        return str(value)
+    if isinstance(value, PromptId):
+        return f"[{json.dumps(value.source)},{value.epoch},{value.index}]"
+    return json.dumps(value)
 
 
 def from_json(record: Mapping[str, Any]) -> Event:
-    """Read what `to_json` wrote. Raises ForgeError for another schema, an unknown event, or missing fields."""
+    """Read what `to_line` wrote. Raises ForgeError for another schema, an unknown event, or missing fields."""
     if record.get("schema") != SCHEMA:
         raise ForgeError(
             f"A replay event of schema {record.get('schema')!r} cannot be read: this version of forge_async reads "

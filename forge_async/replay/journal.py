@@ -1,8 +1,8 @@
 """The journal: an append-only file of events, one JSON object a line, from which the ledger can be rebuilt.
 
 What `append` was given is safe from the death of this process at once, because it is with the operating system. It is
-safe from the death of the machine after the next synchronisation. With the policy `step` that is each time a batch is
-taken or trained: one for all events in between, since resuming from version s needs nothing after Trained(s - 1).
+safe from the death of the machine after the next synchronisation. With the policy `step` that is each time a step is
+done: one for all events in between, since resuming from version s needs nothing after Trained(s - 1).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from forge_async.core.errors import ConfigError, ForgeError
-from forge_async.replay.events import Event, Restored, Taken, Trained, from_json, to_json
+from forge_async.replay.events import Event, Restored, Trained, from_json, to_line
 
 FSYNC = ("step", "always", "never")
-"""When to synchronise with the disk: at each batch taken or trained, at each append, or when the system likes."""
+"""When to synchronise with the disk: at each step done, at each append, or when the system likes."""
 
 
 class Journal:
@@ -55,12 +55,12 @@ class Journal:
         """Write events in one piece, and synchronise as the policy says."""
         if not events:
             return
-        text = "".join(json.dumps(to_json(event), separators=(",", ":")) + "\n" for event in events)
+        text = "".join([to_line(event) + "\n" for event in events])
         data = memoryview(text.encode())
         while data:
             data = data[self._file.write(data) :]
         if self._fsync == "always" or (
-            self._fsync == "step" and any(isinstance(event, (Taken, Trained, Restored)) for event in events)
+            self._fsync == "step" and any(isinstance(event, (Trained, Restored)) for event in events)
         ):
             os.fsync(self._file.fileno())
 

@@ -219,7 +219,7 @@ class ReplayState:
                 if not stale or self.settings.on_stale == "reweight":
                     return self._consume(step, indices)
                 if self.settings.on_stale == "raise":
-                    check_age(self.buffer[stale[0]], step, self.ledger.entries[stale[0]].max_staleness)
+                    check_age(self.buffer[stale[0]].group, step, self.ledger.entries[stale[0]].max_staleness)
                 self._settle(stale)
             return None
 
@@ -317,11 +317,12 @@ class ReplayState:
             self._discard(group.index)
             return False
         maker = entry.replica if entry is not None else ""
+        oldest_steps = group.samples.oldest_steps()
         effect = self._apply(
-            ev.Ready(index=group.index, num_tokens=group.samples.num_tokens, oldest_step=group.oldest_step())
+            ev.Ready(index=group.index, num_tokens=group.samples.num_tokens, oldest_step=int(oldest_steps.min()))
         )
         if effect is Effect.CHANGED:
-            self.buffer.put(group)
+            self.buffer.put(group, oldest_steps)
             self._fruitless.ready()
             if maker:
                 self.admitter.routing.made(maker)
@@ -356,10 +357,10 @@ class ReplayState:
 
     def _consume(self, step: int, indices: tuple[int, ...]) -> list[Group]:
         """Record the batch and hand it out, after looking at the age of every sample in it (Law 2)."""
-        batch = [self.buffer[index] for index in indices]
-        self.last_ages = ages(batch, step, [self.ledger.entries[index].ready_at_step for index in indices])
+        oldest_steps = [self.buffer[index].oldest_steps for index in indices]
+        self.last_ages = ages(oldest_steps, step, [self.ledger.entries[index].ready_at_step for index in indices])
         self._apply(ev.Taken(step=step, indices=indices))
-        self.buffer.drop_all(indices)
+        batch = self.buffer.drop_all(indices)
         self._batch = (step, batch)
         return batch
 

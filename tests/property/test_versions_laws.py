@@ -43,6 +43,16 @@ def test_a_slice_is_the_slice_of_the_list(each, start, stop):
     assert expanded(coded(each).slice(start, stop)) == each[start:stop]
 
 
+@given(tokens, st.data())
+def test_taking_tokens_is_indexing_the_list(each, data):
+    chosen = data.draw(st.lists(st.integers(0, len(each) - 1), max_size=40)) if each else []
+    taken = coded(each).take(np.asarray(chosen, dtype=np.int64))
+    assert taken.lengths.dtype == taken.steps.dtype == taken.incarnations.dtype == "int32"
+    expected = [each[index] for index in chosen]
+    assert expanded(taken) == expected
+    assert len(taken.lengths) == len(coded(expected).lengths)
+
+
 @given(st.lists(tokens, max_size=5))
 def test_concatenation_lays_the_lists_end_to_end(parts):
     whole = VersionRuns.concat([coded(part) for part in parts])

@@ -12,7 +12,7 @@ from forge_async.core.records import PromptId
 from forge_async.replay import events as ev
 from forge_async.replay.journal import Journal
 
-PROMPT = PromptId(source="a:b", epoch=1, index=2)
+PROMPT = PromptId(source='a:"ü\\b', epoch=1, index=2)
 ALL_KINDS = [
     ev.Admitted(index=0, prompt_id=PROMPT, num_tokens=7, fresh=True),
     ev.BoundSet(max_staleness=3),
@@ -61,7 +61,7 @@ def test_a_torn_last_line_is_cut_off(tmp_path, torn: bytes) -> None:
 
 def test_damage_in_the_middle_names_file_and_line(tmp_path) -> None:
     path = tmp_path / "events.jsonl"
-    lines = [json.dumps(ev.to_json(event)) for event in ALL_KINDS]
+    lines = [ev.to_line(event) for event in ALL_KINDS]
     lines[2] = lines[2][:10]
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(ForgeError, match=r"events\.jsonl, line 3"):

@@ -231,7 +231,7 @@ def test_metrics_split_age_into_flight_and_queue() -> None:
 
 def test_ages_are_counted_for_each_sample_and_leave_out_samples_without_tokens() -> None:
     group = make_group(0, PromptId(source="s", epoch=0, index=0), [[4, 5], [5], [2, 5], []])
-    found = ages([group], step=6, ready_at_steps=[5])
+    found = ages([group.samples.oldest_steps()], step=6, ready_at_steps=[5])
     assert found.staleness.tolist() == [2, 1, 4]
     assert np.array_equal(found.in_flight + found.in_queue, found.staleness)
     check_age(group, 6, 4)
@@ -440,8 +440,8 @@ def test_a_wait_is_explained_by_the_group_that_is_missing() -> None:
 
 def test_the_buffer_counts_what_it_holds() -> None:
     buffer, group = Buffer(), make_group(3, PromptId(source="s", epoch=0, index=3), [[0, 0], [0]])
-    buffer.put(group)
-    buffer.put(group)
+    buffer.put(group, group.samples.oldest_steps())
+    buffer.put(group, group.samples.oldest_steps())
     assert len(buffer) == 1 and buffer.num_tokens == 5 and buffer.num_bytes == group_bytes(group) > 0
     assert buffer.drop_all([3, 4]) == [group] and buffer.num_tokens == buffer.num_bytes == len(buffer) == 0
 
