@@ -7,16 +7,21 @@ import sys
 from collections.abc import Callable, Sequence
 
 from forge_async.apps.arguments import Parser, path
-from forge_async.apps.bench import overlap, start, trl
+from forge_async.apps.bench import overlap, rules, start, trl
 from forge_async.apps.bench.output import Report, print_table, write_json
 from forge_async.apps.bench.plan import Plan
 from forge_async.apps.exit import DONE, guarded_main
 from forge_async.core.errors import ConfigError
 from forge_async.observe.run_directory import default_path
 
-BENCHES: dict[str, Callable[[Plan], Report]] = {"start": start.measure, "overlap": overlap.measure, "trl": trl.measure}
+BENCHES: dict[str, Callable[[Plan], Report]] = {
+    "start": start.measure,
+    "overlap": overlap.measure,
+    "rules": rules.measure,
+    "trl": trl.measure,
+}
 """Name -> what measures; each module begins with what it shows."""
-ROUNDS_AND_STEPS = {"start": (3, 1), "overlap": (2, 40), "trl": (2, 30)}
+ROUNDS_AND_STEPS = {"start": (3, 1), "overlap": (2, 40), "rules": (1, 1), "trl": (2, 30)}
 """Runs of each case, and learner steps of a run, when the user says nothing."""
 
 
@@ -48,6 +53,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=0, help="learner steps of a run (overlap, trl)")
     parser.add_argument("--skip-cold", action="store_true", help="start: leave the cold start out")
     parser.add_argument("--threads", type=int, action="append", default=[], help="trl: threads of TRL; repeatable")
+    parser.add_argument("--trace", type=path, help="rules: a run's events.jsonl to play instead of the seeded trace")
     parser.add_argument("--only", default="", choices=("real", "simulated"), help="overlap: leave the other rows out")
     options = parser.parse_intermixed_args(argv)
     if min(options.rounds, options.steps, *options.threads, 0) < 0 or 0 in options.threads:
@@ -70,6 +76,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         cold=not options.skip_cold,
         threads=options.threads,
         only=options.only,
+        trace=options.trace,
     )
     folder.mkdir(parents=True)
     return plan

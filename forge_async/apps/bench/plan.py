@@ -33,6 +33,8 @@ class Plan:
     """Whether `start` measures a cold start too."""
     threads: tuple[int, ...] = ()
     """Threads of TRL's cases; none: one, and one for each core."""
+    trace: Path | None = None
+    """`rules`: an events.jsonl to play instead of the seeded trace."""
     only: str = ""
     """`overlap`: "real" or "simulated" to leave the other out."""
 
@@ -48,6 +50,7 @@ class Plan:
         cold: bool = True,
         threads: Sequence[int] = (),
         only: str = "",
+        trace: Path | None = None,
     ) -> Plan:
         """Check the configuration and put the words of every run in order. Raises ConfigError."""
         words = (*(word for name in configs for word in ("--config", name)), "eval.num_prompts=0", *overrides)
@@ -60,6 +63,7 @@ class Plan:
             cold=cold,
             threads=tuple(threads),
             only=only,
+            trace=trace,
         )
 
     def model_folder(self) -> Path:

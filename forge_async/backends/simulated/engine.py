@@ -99,9 +99,11 @@ class SimulatedEngine:
             self._start_queued()
             self._changed = asyncio.Event()
             timer = self._timer(self._changed)
-            await self._changed.wait()
-            if timer is not None:
-                timer.cancel()
+            try:
+                await self._changed.wait()
+            finally:
+                if timer is not None:
+                    timer.cancel()
 
     async def swap(self, version: PolicyVersion, mode: str, fetch_s: float) -> None:
         """Fetch a version for `fetch_s` seconds and serve it, with what is in flight treated as `async.swap` says.

@@ -25,8 +25,8 @@ class SimulatedLearner:
 
     def __init__(self, replay: WaitingReplay, times: LearnerTimes, clock: Clock) -> None:
         self.version = PolicyVersion()
-        self.trained: list[list[tuple[int, PromptId]]] = []
-        """Admission index and prompt of each group of each step, as consumed."""
+        self.trained: list[list[tuple[int, PromptId, int]]] = []
+        """Admission index, prompt, and step of the oldest token, of each group of each step, as consumed."""
         self.busy_s = 0.0
         """Seconds of steps and snapshots."""
         self._replay, self._times, self._clock = replay, times, clock
@@ -45,7 +45,7 @@ class SimulatedLearner:
         await self._clock.sleep(self._times.step_s + num_tokens * self._times.token_s)
         trained_s = self._clock.now_s()
         self.version = self.version.next()
-        self.trained.append([(group.index, group.prompt_id) for group in groups])
+        self.trained.append([(group.index, group.prompt_id, group.oldest_step()) for group in groups])
         if snapshot:
             await self._clock.sleep(self._times.snapshot_s)
             self._snapshots.add(self.version)

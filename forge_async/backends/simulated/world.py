@@ -95,6 +95,10 @@ class SimulatedCalls:
         await self._travel("add_replica")
         await self._replay.add_replica(replica, step)
 
+    async def remove_replica(self, replica: str) -> None:
+        await self._travel("remove_replica")
+        await self._replay.remove_replica(replica)
+
     async def state(self) -> dict[str, float]:
         await self._travel("state")
         return await self._replay.state()

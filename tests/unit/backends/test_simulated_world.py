@@ -44,7 +44,7 @@ def run(num_replicas=2, zero_variance="keep", **dials):
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 def test_a_ring_trains_every_group_once_within_the_bound(swap, max_staleness):
     world, log = run(swap=swap, max_staleness=max_staleness)
-    indices = [index for batch in world.learner.trained for index, _ in batch]
+    indices = [index for batch in world.learner.trained for index, *_ in batch]
     assert sorted(indices) == list(range(10 * 8))
     assert max(step.batch["staleness/max"] for step in log.steps) <= max_staleness
     assert {replica.engine.version.step for replica in world.replicas} == {10}
