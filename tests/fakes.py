@@ -545,10 +545,11 @@ class FakeWorkers:
         return [WorkerReport(score_s=0.01, spans=(), rss_bytes=50, cpu_s=0.5)]
 
 
-def group_record(index: int, replica: str = "policy_0", versions: tuple[int, int] = (0, 0), filtered: str = ""):
+def group_record(index: int, replica: str = "policy_0", versions: tuple[int, int] = (0, 0), outcome: str = ""):
     """What the controller learns of a group."""
     return GroupRecord(
-        index=index, prompt_id=f"fake:0:{index}", replica=replica, filtered=filtered, generated_s=1.0, scored_s=2.0,
+        index=index, prompt_id=f"fake:0:{index}", replica=replica, outcome=outcome,
+        reason="zero_variance" if outcome else "", generated_s=1.0, scored_s=2.0,
         num_tokens=10, completion_tokens=6, versions=versions, reward_mean=0.5, prompt=f"p{index}", completion="c",
         reward=1.0,
     )  # fmt: skip

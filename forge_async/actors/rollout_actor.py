@@ -132,6 +132,8 @@ class RolloutActor(ForgeActor):
             spans=tuple((*span, None) for span in stats.spans),
             rss_bytes=own.rss_bytes,
             cpu_s=own.cpu_s,
+            num_cut=stats.num_cut,
+            num_salvaged=stats.num_salvaged,
         )
 
 
@@ -146,6 +148,9 @@ class _RemotePolicy:
 
     async def collect(self, ticket: int, linger_s: float) -> tuple[list[GenerationResult], bool]:
         return await self._handle.collect.call_one(ticket, linger_s)
+
+    async def cut(self, ticket: int) -> list[GenerationResult]:
+        return await self._handle.cut.call_one(ticket)
 
 
 class _RemoteSink:

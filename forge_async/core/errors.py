@@ -55,6 +55,10 @@ class PolicyError(ForgeError):
     """The policy's engine failed or refused a request."""
 
 
+class RequestRefusedError(PolicyError):
+    """The engine cannot serve one request; it goes on with the others."""
+
+
 class WeightsError(ForgeError):
     """A version of the weights could not be published, found, or read whole."""
 

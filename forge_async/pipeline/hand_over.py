@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from forge_async.core.records import Group
-from forge_async.pipeline.make_groups import GroupMaker, MadeGroup
+from forge_async.pipeline.make_groups import GroupMaker, LostGroup, MadeGroup
 from forge_async.pipeline.ports import Admission, GroupRecord, PolicyClient
 
 
@@ -20,27 +20,31 @@ class GroupSink(Protocol):
 async def make_and_hand_over(
     maker: GroupMaker, admissions: Sequence[Admission], policy: PolicyClient, replica: str, sink: GroupSink
 ) -> list[GroupRecord]:
-    """Make groups on a replica, hand each over as soon as it is done, and return a small record of each."""
+    """Make groups on a replica, hand each over (or end it) as soon as it is done, and return a small record of each."""
     records: list[GroupRecord] = []
     async for batch in maker.make(admissions, policy):
-        for made in batch:
-            if made.filtered:
-                await sink.end(made.group.index, "filtered", made.filtered, made.attempt)
-        if keep := [made.group for made in batch if not made.filtered]:
+        for each in batch:
+            if each.outcome:
+                await sink.end(each.admission.index, each.outcome, each.reason, each.admission.attempt)
+        if keep := [each.group for each in batch if isinstance(each, MadeGroup) and not each.outcome]:
             await sink.put(keep)
-        records += [record_of(made, replica) for made in batch]
+        records += [record_of(each, replica) for each in batch]
     return records
 
 
-def record_of(made: MadeGroup, replica: str) -> GroupRecord:
+def record_of(made: MadeGroup | LostGroup, replica: str) -> GroupRecord:
     """What the controller is told of a group."""
+    index, prompt_id = made.admission.index, str(made.admission.prompt_id)
+    if isinstance(made, LostGroup):
+        return GroupRecord(index=index, prompt_id=prompt_id, replica=replica, outcome=made.outcome, reason=made.reason)
     steps = made.group.samples.versions.steps
     sampled = steps[steps >= 0]
     return GroupRecord(
-        index=made.group.index,
-        prompt_id=str(made.group.prompt_id),
+        index=index,
+        prompt_id=prompt_id,
         replica=replica,
-        filtered=made.filtered,
+        outcome=made.outcome,
+        reason=made.reason,
         generated_s=made.generated_s,
         scored_s=made.scored_s,
         num_tokens=made.group.samples.num_tokens,

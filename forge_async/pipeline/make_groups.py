@@ -5,17 +5,21 @@ This is the upper half of the ring, run inside a rollout worker. Groups leave it
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from forge_async.core.clock import within
+from forge_async.core.errors import RequestRefusedError
 from forge_async.core.records import Completions, Group, Prompt
 from forge_async.core.rng import request_seed
+from forge_async.pipeline.collecting import collected
 from forge_async.pipeline.ports import Admission, PolicyClient
 from forge_async.policy.ports import GenerationRequest, GenerationResult, Sampling
+from forge_async.policy.rows import completions_of, rows_of
 from forge_async.prompt.ports import PromptSource, Renderer
 from forge_async.reward.advantages import is_zero_variance, rollout_advantages, shaped_rewards
 from forge_async.reward.ports import RewardCall, RewardPool
@@ -28,10 +32,12 @@ from forge_async.rollout.settings import RolloutSettings
 class MadeGroup:
     """A group as the worker made it, with what the run's records want to know."""
 
+    admission: Admission
     group: Group
-    attempt: int
-    filtered: str
-    """Why it must not be trained on, or ""."""
+    outcome: str = ""
+    """`filtered` when it must not be trained on, or ""."""
+    reason: str = ""
+    """Which filter, or ""."""
     generated_s: float
     """Wall clock when its last token was there."""
     scored_s: float
@@ -43,14 +49,46 @@ class MadeGroup:
     """Decoded, for people."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostGroup:
+    """A group that could not be made; another prompt takes its place."""
+
+    admission: Admission
+    reason: str
+    """In a word or two: `rollout_timeout`, `group_timeout` or `refused`."""
+    outcome: str = "failed"
+
+
 @dataclass(slots=True, kw_only=True)
 class WorkerStats:
-    """Seconds that a worker spent since it was last asked."""
+    """What a worker did since it was last asked."""
 
     score_s: float = 0.0
+    """Seconds spent scoring."""
     groups: int = 0
+    """Groups scored."""
+    num_cut: int = 0
+    """Rollouts that were cut off at their deadline."""
+    num_salvaged: int = 0
+    """Groups that go on without some of their rollouts."""
     spans: list[tuple[str, str, float, float]] = field(default_factory=list)
     """(name, category, start, duration), wall clock, for the trace."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """A group on its way."""
+
+    admission: Admission
+    prompt: Prompt
+    completions: Completions | None = None
+    """Its finished rollouts, once they are there."""
+
+    @property
+    def whole(self) -> Completions:
+        """Its finished rollouts."""
+        assert self.completions is not None
+        return self.completions
 
 
 class GroupMaker:
@@ -73,50 +111,91 @@ class GroupMaker:
         self._advantage, self._rollout = advantage, rollout
         self._stats = WorkerStats()
 
-    async def make(self, admissions: Sequence[Admission], policy: PolicyClient) -> AsyncIterator[list[MadeGroup]]:
+    async def make(
+        self, admissions: Sequence[Admission], policy: PolicyClient
+    ) -> AsyncIterator[list[MadeGroup | LostGroup]]:
         """Yield the groups of `admissions` as they are done, in batches of those that finished together.
 
-        All requests enter the engine together, in order of admission. Raises StallError when the policy gives nothing
-        for `rollout.group_timeout_s` seconds, RewardError when the reward function fails.
+        All requests enter the engine together, in order of admission. A rollout that takes longer than
+        `rollout.timeout_s` is cut off: its group goes on with the finished ones, whose rewards are its baseline, or is
+        lost when they are too few. A group that is not scored after `rollout.group_timeout_s` is lost. Raises
+        StallError when the policy does not answer any more, RewardError when the reward function fails.
         """
-        prompts = {str(admission.index): self._source.prompt(admission.prompt_id) for admission in admissions}
-        by_id = {str(admission.index): admission for admission in admissions}
-        requests = [
-            self._request(id, prompts[id], request_seed(self._run_seed, admission.index, 0))
-            for id, admission in by_id.items()
-        ]
-        ticket, done = await policy.submit(requests), False
-        while not done:
-            results, done = await within(
-                policy.collect(ticket, self._rollout.linger_s),
-                self._rollout.group_timeout_s,
-                who="The rollout worker",
-                waits_for=f"the completions of groups {admissions[0].index}..{admissions[-1].index}",
-                from_whom="the policy",
-            )
-            yield await self._score([(by_id[result.id], prompts[result.id], result) for result in results])
+        asked = {
+            str(admission.index): _Asked(admission=admission, prompt=self._source.prompt(admission.prompt_id))
+            for admission in admissions
+        }
+        deadline_s = asyncio.get_running_loop().time() + self._rollout.group_timeout_s
+        ticket = await policy.submit([self._request(id, each) for id, each in asked.items()])
+        results = collected(
+            policy,
+            ticket,
+            linger_s=self._rollout.linger_s,
+            timeout_s=min(self._rollout.timeout_s, self._rollout.group_timeout_s),
+        )
+        try:
+            async for batch in results:
+                yield await self._finish([(asked.pop(result.id), result) for result in batch], deadline_s)
+        except RequestRefusedError:
+            pass  # every other request has come by then; those that are left were refused
+        if asked:
+            yield [LostGroup(admission=each.admission, reason="refused") for each in asked.values()]
 
     def take_stats(self) -> WorkerStats:
         """Statistics since the last call."""
         stats, self._stats = self._stats, WorkerStats()
         return stats
 
-    def _request(self, request_id: str, prompt: Prompt, seed: int) -> GenerationRequest:
+    def _request(self, id: str, asked: _Asked) -> GenerationRequest:
         return GenerationRequest(
-            id=request_id,
-            prompt_token_ids=prompt.token_ids,
+            id=id,
+            prompt_token_ids=asked.prompt.token_ids,
             num_samples=self._group_size,
-            seed=seed,
+            seed=request_seed(self._run_seed, asked.admission.index, 0),
             sampling=self._sampling,
         )
 
-    async def _score(self, finished: list[tuple[Admission, Prompt, GenerationResult]]) -> list[MadeGroup]:
+    async def _finish(
+        self, finished: Sequence[tuple[_Asked, GenerationResult]], deadline_s: float
+    ) -> list[MadeGroup | LostGroup]:
+        """Score what can go on; `deadline_s` is on the loop's clock."""
+        kept: list[_Asked] = []
+        lost: list[MadeGroup | LostGroup] = []
+        for asked, result in finished:
+            completions = self._salvage(result.completions)
+            if completions is None:
+                lost.append(LostGroup(admission=asked.admission, reason="rollout_timeout"))
+            else:
+                kept.append(dataclasses.replace(asked, completions=completions))
+        limit = asyncio.timeout_at(deadline_s)
+        try:
+            async with limit:
+                return lost + [*await self._score(kept)]
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return lost + [LostGroup(admission=each.admission, reason="group_timeout") for each in kept]
+
+    def _salvage(self, completions: Completions) -> Completions | None:
+        """The rollouts that were not cut off, or None when they are too few to be each other's baseline."""
+        num_cut = int(completions.cut.sum())
+        if not num_cut:
+            return completions
+        self._stats.num_cut += num_cut
+        if len(completions.cut) - num_cut < self._rollout.min_rollouts:
+            return None
+        self._stats.num_salvaged += 1
+        return completions_of([row for row in rows_of(completions) if not row.cut])
+
+    async def _score(self, finished: Sequence[_Asked]) -> list[MadeGroup]:
+        if not finished:
+            return []
         generated_s = time.time()
-        texts = [self._decode(result.completions) for _, _, result in finished]
+        texts = [self._decode(each.whole) for each in finished]
         calls = [
-            RewardCall(prompt=prompt.text, completion=text, data=prompt.data, truncated=bool(truncated))
-            for (_, prompt, result), group_texts in zip(finished, texts, strict=True)
-            for text, truncated in zip(group_texts, result.completions.truncated, strict=True)
+            RewardCall(prompt=each.prompt.text, completion=text, data=each.prompt.data, truncated=bool(truncated))
+            for each, group_texts in zip(finished, texts, strict=True)
+            for text, truncated in zip(group_texts, each.whole.truncated, strict=True)
         ]
         outcomes = await self._rewards.score(calls)
         rewards = np.array([outcome.require() for outcome in outcomes], dtype=np.float32)
@@ -126,8 +205,8 @@ class GroupMaker:
         self._stats.spans.append(("score", "work", generated_s, scored_s - generated_s))
         rows = np.split(rewards, np.cumsum([len(group_texts) for group_texts in texts])[:-1])
         return [
-            self._group(admission, prompt, result.completions, row, group_texts, generated_s, scored_s)
-            for (admission, prompt, result), row, group_texts in zip(finished, rows, texts, strict=True)
+            self._group(each, row, group_texts, generated_s, scored_s)
+            for each, row, group_texts in zip(finished, rows, texts, strict=True)
         ]
 
     def _decode(self, completions: Completions) -> tuple[str, ...]:
@@ -136,30 +215,25 @@ class GroupMaker:
         return tuple(self._renderer.decode([token for token in row if token not in stop]) for row in rows)
 
     def _group(
-        self,
-        admission: Admission,
-        prompt: Prompt,
-        completions: Completions,
-        rewards: np.ndarray,
-        texts: tuple[str, ...],
-        generated_s: float,
-        scored_s: float,
+        self, asked: _Asked, rewards: np.ndarray, texts: tuple[str, ...], generated_s: float, scored_s: float
     ) -> MadeGroup:
+        completions = asked.whole
         shaped = shaped_rewards(rewards, completions.lengths, self._sampling.max_new_tokens, self._advantage)
         drop = self._advantage.zero_variance == "refill" and is_zero_variance(shaped)
         advantages = rollout_advantages(shaped, completions.truncated, self._advantage)
         return MadeGroup(
+            admission=asked.admission,
             group=Group(
-                index=admission.index,
-                prompt_id=admission.prompt_id,
-                samples=samples_of_turn(prompt.token_ids, completions, advantages),
+                index=asked.admission.index,
+                prompt_id=asked.admission.prompt_id,
+                samples=samples_of_turn(asked.prompt.token_ids, completions, advantages),
                 rewards=rewards,
             ),
-            attempt=admission.attempt,
-            filtered="zero_variance" if drop else "",
+            outcome="filtered" if drop else "",
+            reason="zero_variance" if drop else "",
             generated_s=generated_s,
             scored_s=scored_s,
             num_tokens=len(completions.token_ids),
-            prompt_text=prompt.text,
+            prompt_text=asked.prompt.text,
             completions=texts,
         )

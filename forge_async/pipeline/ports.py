@@ -37,22 +37,24 @@ class GroupRecord:
     index: int
     prompt_id: str
     replica: str
-    filtered: str
-    """Why it ended without being trained on, or ""."""
-    generated_s: float
-    """Wall clock of its last token."""
-    scored_s: float
-    """Wall clock of its last reward."""
-    num_tokens: int
+    outcome: str = ""
+    """How it ended without being trained on (`filtered`, `failed`), or "" for one that was handed to replay."""
+    reason: str = ""
+    """Why it ended so, in a word or two."""
+    generated_s: float | None = None
+    """Wall clock of its last token; None when it was not made."""
+    scored_s: float | None = None
+    """Wall clock of its last reward; None when it was not made."""
+    num_tokens: int = 0
     """Tokens of all its samples, prompts included."""
-    completion_tokens: int
-    versions: tuple[int, int]
+    completion_tokens: int = 0
+    versions: tuple[int, int] | None = None
     """Steps of the oldest and the newest version of its tokens."""
-    reward_mean: float
-    prompt: str
-    completion: str
+    reward_mean: float | None = None
+    prompt: str = ""
+    completion: str = ""
     """Its first rollout, as text."""
-    reward: float
+    reward: float = 0.0
     """Of that rollout."""
 
 
@@ -123,6 +125,10 @@ class WorkerReport:
     spans: Spans
     rss_bytes: int
     cpu_s: float
+    num_cut: int = 0
+    """Rollouts that were cut off at their deadline."""
+    num_salvaged: int = 0
+    """Groups that went on without some of their rollouts."""
 
 
 class PolicyClient(Protocol):
@@ -134,6 +140,13 @@ class PolicyClient(Protocol):
 
     async def collect(self, ticket: int, linger_s: float) -> tuple[list[GenerationResult], bool]:
         """Finished requests of the ticket (at least one), and whether none is left."""
+        ...
+
+    async def cut(self, ticket: int) -> list[GenerationResult]:
+        """End what is unfinished now, and return what was not collected: finished rows whole, others marked as cut.
+
+        A `collect` that still waits returns without them.
+        """
         ...
 
 

@@ -110,8 +110,8 @@ class Recorder:
             if known is None:
                 continue
             known.record = record
-            if record.filtered:
-                self._write_events([record.index], "filtered", record.filtered, None)
+            if record.outcome:
+                self._write_events([record.index], record.outcome, record.reason, None)
 
     def stepped(self, step: int, ranks: Sequence[LearnerStep]) -> None:
         now = time.time()
@@ -209,6 +209,8 @@ class Recorder:
             names.POLICY_BUSY: min(1.0, sum(each.service.busy_s for each in stats) / len(stats) / step_s),
             names.REWARD_BUSY: min(1.0, sum(report.score_s for report in reports) / len(reports) / step_s),
             "packing/useful_fraction": batch["tokens/computed"] / max(result.num_row_tokens, 1),
+            names.ROLLOUTS_CUT: sum(report.num_cut for report in reports),
+            names.GROUPS_SALVAGED: sum(report.num_salvaged for report in reports),
             **self._batch_figures(batch),
             **self._weight_figures(),
             **self._memory(step.ranks, stats, reports),
@@ -291,8 +293,8 @@ class Recorder:
                     index=index,
                     prompt_id=known.prompt_id,
                     admitted_s=known.admitted_s - self._begun_s,
-                    generated_s=record.generated_s - self._begun_s if record else None,
-                    scored_s=record.scored_s - self._begun_s if record else None,
+                    generated_s=self._since_begin(record.generated_s) if record else None,
+                    scored_s=self._since_begin(record.scored_s) if record else None,
                     taken_s=taken_s - self._begun_s if taken_s else None,
                     ended_s=ended_s,
                     outcome=outcome,
@@ -304,6 +306,9 @@ class Recorder:
                 )
             )
         self._events.write(events)
+
+    def _since_begin(self, wall_s: float | None) -> float | None:
+        return None if wall_s is None else wall_s - self._begun_s
 
     def _write_trace(self, step: _Step, stats: Sequence[ReplicaStats], reports: Sequence[WorkerReport]) -> None:
         for number, rank in enumerate(step.ranks):

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from forge_async.core.errors import ForgeError, PolicyError, one_sentence
+from forge_async.core.errors import ForgeError, PolicyError, RequestRefusedError, one_sentence
 from forge_async.core.versions import PolicyVersion
 from forge_async.policy.concurrency import UNLIMITED, ConcurrencyLimit
 from forge_async.policy.driver import Driver, Progress, ServiceState, ServiceStats
@@ -33,7 +33,7 @@ class Ticket:
     """Requests that are neither finished nor refused nor cut."""
     finished: list[GenerationResult] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    refused: list[PolicyError] = field(default_factory=list)
+    refused: list[RequestRefusedError] = field(default_factory=list)
     """One for each request that the engine cannot serve; told when all others were collected."""
     error: BaseException | None = None
     """Why nothing more will come."""
@@ -129,8 +129,8 @@ class RequestService:
     async def collect(self, ticket: Ticket, linger_s: float) -> tuple[list[GenerationResult], bool]:
         """Wait for at least one finished request, then up to `linger_s` seconds for more.
 
-        Returns the results and whether the ticket is exhausted. Raises PolicyError for requests that the engine
-        refused, once all others were returned.
+        Returns the results and whether the ticket is exhausted. Raises RequestRefusedError for requests that the
+        engine refused, once all others were returned.
         """
         await self._changed(ticket, lambda: bool(ticket.finished) or not ticket.remaining)
         if ticket.remaining and linger_s > 0:
@@ -289,7 +289,7 @@ class RequestService:
                 entry.ticket.finished.append(named)
         for inner, why in progress.refused.items():
             if entry := self._entries.pop(inner, None):
-                entry.ticket.refused.append(PolicyError(f"The engine refused request {entry.id}: {why}"))
+                entry.ticket.refused.append(RequestRefusedError(f"The engine refused request {entry.id}: {why}"))
                 entry.ticket.remaining -= 1
                 entry.ticket.changed.set()
 

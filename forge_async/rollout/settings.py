@@ -16,6 +16,12 @@ class RolloutSettings:
     linger_s: float = setting(
         0.05, "how long finished groups wait for others so that they travel in one message", unit="s", low=0.0
     )
+    timeout_s: float = setting(
+        300.0, "longest time of a rollout; it is then cut off, and its group goes on with the others", unit="s", low=0.1
+    )
+    min_rollouts: int = setting(
+        2, "finished rollouts that a group with cut ones needs to be trained on; with fewer it is replaced", low=2
+    )
     group_timeout_s: float = setting(
-        300.0, "longest time from admission of a group to its last token", unit="s", low=0.1
+        600.0, "longest time of a group from its requests to its rewards; it is then replaced", unit="s", low=0.1
     )

@@ -17,6 +17,7 @@ from forge_async.observe.rollout_log import RolloutLog
 from forge_async.observe.run_directory import RunDirectory
 from forge_async.observe.sinks import CompositeSink, JsonlSink, MetricsSink, TensorBoardSink
 from forge_async.observe.trace import Tracer
+from forge_async.pipeline.collecting import CUT_TIMEOUT_S
 from forge_async.pipeline.recorder import Recorder
 from forge_async.pipeline.ring import RingSettings
 from forge_async.pipeline.run import Run, RunResult
@@ -100,7 +101,7 @@ class Launch:
                 publish_every=config.asynchrony.publish_every,
                 # A single call has its own, shorter deadline and says more; these are the net below.
                 step_limit_s=2 * config.run.step_timeout_s + NET_S,
-                make_limit_s=config.rollout.group_timeout_s + config.root.reward_timeout_s + NET_S,
+                make_limit_s=config.rollout.group_timeout_s + CUT_TIMEOUT_S + NET_S,
                 weights_limit_s=4 * config.weights.timeout_s + NET_S,
             ),
             evaluation=config.eval,

@@ -58,6 +58,8 @@ def draw_dials(random: Random) -> tuple[int, AsyncSettings]:
     return groups_per_step, AsyncSettings(
         buffer=buffer, max_staleness=bound, window=window, publish_every=every, order=order,
         swap=random.choice(SWAP_MODES), max_queue_tokens=random.choice((1, 60, 10**6)),
+        # Where replicas live shorter than groups take, both limits are reached by right; they have tests of their own.
+        max_attempts=10**6, max_filtered_batches=10**6,
     )  # fmt: skip
 
 

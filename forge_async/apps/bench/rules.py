@@ -122,7 +122,7 @@ class Ours:
             self._state.add_replica(replica, 0)
 
     def admit(self, replica: str) -> Try | None:
-        for one in self._state.admit(replica, min(1, self._state.fair_share(replica))):
+        for one in self._state.admit(replica, 1):
             self._attempts[one.index] = one.attempt
             self._tries[one.index] = Try(key=one.index, prompt=one.prompt_id.index, version=self.versions[replica])
             return self._tries[one.index]

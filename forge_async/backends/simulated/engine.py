@@ -12,7 +12,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from forge_async.backends.simulated.times import EngineTimes
@@ -28,7 +28,7 @@ Run = tuple[int, int, int]
 """(tokens, step, incarnation), as VersionRuns reads them."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Rollout:
     """One completion in the making."""
 
@@ -89,6 +89,24 @@ class SimulatedEngine:
         """Start a rollout, or queue it when every slot is taken."""
         self._look()
         self._load.queued.append(rollout)
+        self._changed.set()
+
+    def cut(self, rollouts: Collection[Rollout]) -> None:
+        """End rollouts now, as far as they came; those that have ended already are left alone."""
+        self._look()
+        self._finish()
+        load = self._load
+        for rollout in [each for _, _, each in load.running if each in rollouts]:
+            rollout.length_tokens = self._made(rollout, self._grown)
+            rollout.done(self._runs(rollout))
+        for rollout in [each for each in load.queued if each in rollouts]:
+            rollout.length_tokens = 0
+            rollout.done([])
+        load.running = [entry for entry in load.running if entry[2] not in rollouts]
+        heapq.heapify(load.running)
+        load.queued = deque(each for each in load.queued if each not in rollouts)
+        if not load.running:
+            self._emptied.set()
         self._changed.set()
 
     async def serve(self) -> None:

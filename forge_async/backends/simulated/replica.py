@@ -27,6 +27,7 @@ TOKEN = 3
 @dataclass(slots=True, kw_only=True)
 class _Ticket:
     remaining: int
+    rollouts: list[Rollout] = field(default_factory=list)
     finished: list[GenerationResult] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -85,8 +86,16 @@ class SimulatedReplica:
             await self._clock.sleep(linger_s)
         results, mine.finished = mine.finished, []
         if not mine.remaining:
-            del self._tickets[ticket]
+            self._tickets.pop(ticket, None)
         return results, not mine.remaining
+
+    async def cut(self, ticket: int) -> list[GenerationResult]:
+        if ticket not in self._tickets:
+            return []
+        mine = self._tickets.pop(ticket)
+        self.engine.cut(mine.rollouts)
+        results, mine.finished = mine.finished, []
+        return results
 
     async def pull(self, version: PolicyVersion) -> Pull:
         started_s, before_s = time.time(), self.engine.cost.pause_s
@@ -130,22 +139,24 @@ class SimulatedReplica:
             ticket.changed.set()
 
         for number, length in enumerate(lengths.tolist()):
-            self.engine.add(
-                Rollout(
-                    num_prompt_tokens=len(request.prompt_token_ids),
-                    length_tokens=length,
-                    done=lambda of_rollout, number=number: done(number, of_rollout),
-                )
+            rollout = Rollout(
+                num_prompt_tokens=len(request.prompt_token_ids),
+                length_tokens=length,
+                done=lambda of_rollout, number=number: done(number, of_rollout),
             )
+            ticket.rollouts.append(rollout)
+            self.engine.add(rollout)
 
 
-def _completions(lengths: np.ndarray, runs: Sequence[Sequence[Run]], max_new_tokens: int) -> Completions:
-    total = int(lengths.sum())
+def _completions(wanted: np.ndarray, runs: Sequence[Sequence[Run]], max_new_tokens: int) -> Completions:
+    """Completions of so many tokens each, or of fewer where they were cut off."""
+    lengths = np.array([sum(run[0] for run in of_rollout) for of_rollout in runs], dtype=np.int32)
+    total, cut = int(lengths.sum()), lengths < wanted
     return Completions(
         lengths=lengths,
         token_ids=np.full(total, TOKEN, dtype=np.int32),
         logprobs=np.full(total, -1.0, dtype=np.float32),
         versions=VersionRuns.of(run for of_rollout in runs for run in of_rollout),
-        truncated=lengths >= max_new_tokens,
-        cut=np.zeros(len(lengths), dtype=bool),
+        truncated=(lengths >= max_new_tokens) & ~cut,
+        cut=cut,
     )

@@ -207,5 +207,5 @@ def _maker(plan: SimulatedPlan, source: SimulatedSource, rewards: SimulatedRewar
         group_size=plan.group_size,
         run_seed=plan.seed,
         advantage=AdvantageSettings(zero_variance=plan.zero_variance),
-        rollout=RolloutSettings(linger_s=plan.linger_s, group_timeout_s=GROUP_TIMEOUT_S),
+        rollout=RolloutSettings(linger_s=plan.linger_s, timeout_s=GROUP_TIMEOUT_S, group_timeout_s=GROUP_TIMEOUT_S),
     )

@@ -198,3 +198,22 @@ def test_an_idle_engine_costs_nothing():
         serving.cancel()
 
     run_virtually(scenario())
+
+
+def test_a_cut_ends_rollouts_as_far_as_they_came_and_lets_the_queue_move_up():
+    async def scenario():
+        replica = await started([[3, 100, 100], [50, 50, 50]], max_sequences=4)
+        ticket, other = await replica.submit([request("0", 3)]), await replica.submit([request("1", 3)])
+        waiting = asyncio.create_task(replica.collect(ticket, 0.0))
+        await asyncio.sleep(10.0)
+        (result,) = await replica.cut(ticket)
+        assert await waiting == ([], True)
+        assert result.completions.lengths.tolist() == [3, 10, 10]
+        assert result.completions.cut.tolist() == [False, True, True]
+        assert len(result.completions.token_ids) == result.completions.versions.num_tokens == 23
+        begun_s = asyncio.get_running_loop().time()
+        await replica.collect(other, 0.0)
+        assert asyncio.get_running_loop().time() - begun_s == pytest.approx(50.0, abs=1.0), "two began at the cut"
+        await replica.close()
+
+    run_virtually(scenario())

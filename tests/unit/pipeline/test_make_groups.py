@@ -3,7 +3,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from forge_async.core.errors import RewardError, StallError
+from forge_async.core.errors import PolicyError, RequestRefusedError, RewardError, StallError
 from forge_async.core.records import Completions, PromptId
 from forge_async.core.rng import request_seed
 from forge_async.core.versions import PolicyVersion, VersionRuns
@@ -18,24 +18,48 @@ STOP = 2
 
 
 class FakePolicy:
-    """Answers request i with `answers[i]` texts, in the order `batches` of positions."""
+    """Answers request i with `answers[i]` texts, in the order `batches` of positions.
 
-    def __init__(self, answers, batches=None):
-        self.answers, self.requests = answers, []
-        self.batches = list(batches or [range(len(answers))])
+    A text that ends with "..." is never finished: it is there when the request is cut.
+    """
+
+    def __init__(self, answers, batches=None, refuses=()):
+        self.answers, self.requests, self.refuses = answers, [], refuses
+        wanted = [at for at, texts in enumerate(answers) if at not in refuses and not self._endless(texts)]
+        self.batches = list(batches or ([wanted] if wanted else []))
 
     async def submit(self, requests):
         self.requests += requests
+        self.released = asyncio.Event()
         return 5
 
     async def collect(self, ticket, linger_s):
         assert ticket == 5
         await asyncio.sleep(0)
-        batch = self.batches.pop(0)
-        return [self._result(self.requests[at], self.answers[at]) for at in batch], not self.batches
+        if self.batches:
+            batch = self.batches.pop(0)
+            left = bool(self.batches or self.refuses or any(map(self._endless, self.answers)))
+            return [self._result(self.requests[at], self.answers[at]) for at in batch], not left
+        if self.refuses:
+            raise RequestRefusedError("too long")
+        await self.released.wait()
+        return [], True
+
+    async def cut(self, ticket):
+        self.released.set()
+        endless = [at for at, texts in enumerate(self.answers) if self._endless(texts)]
+        return [self._result(self.requests[at], self.answers[at]) for at in endless]
+
+    @staticmethod
+    def _endless(texts):
+        return any(text.endswith("...") for text in texts)
 
     def _result(self, request, texts):
-        tokens = [[*FakeRenderer().encode(text).tolist(), STOP] for text in texts]
+        cut = [text.endswith("...") for text in texts]
+        tokens = [
+            [*FakeRenderer().encode(text.removesuffix("...")).tolist(), *([] if is_cut else [STOP])]
+            for text, is_cut in zip(texts, cut, strict=True)
+        ]
         flat = [token for row in tokens for token in row]
         return GenerationResult(
             id=request.id,
@@ -45,13 +69,16 @@ class FakePolicy:
                 logprobs=np.full(len(flat), -1.0, dtype=np.float32),
                 versions=VersionRuns.uniform(len(flat), PolicyVersion(step=6)),
                 truncated=np.zeros(len(tokens), dtype=bool),
-                cut=np.zeros(len(tokens), dtype=bool),
+                cut=np.array(cut),
             ),
         )
 
 
 class SilentPolicy(FakePolicy):
     async def collect(self, ticket, linger_s):
+        await asyncio.Event().wait()
+
+    async def cut(self, ticket):
         await asyncio.Event().wait()
 
 
@@ -61,7 +88,7 @@ def admissions(*indices):
     ]
 
 
-def maker(rewards=None, *, zero_variance="refill", timeout_s=5.0, **advantage):
+def maker(rewards=None, *, zero_variance="refill", timeout_s=5.0, group_timeout_s=9.0, min_rollouts=2, **advantage):
     return GroupMaker(
         source=FakeSource(),
         renderer=FakeRenderer(),
@@ -70,7 +97,7 @@ def maker(rewards=None, *, zero_variance="refill", timeout_s=5.0, **advantage):
         group_size=GROUP_SIZE,
         run_seed=11,
         advantage=AdvantageSettings(zero_variance=zero_variance, **advantage),
-        rollout=RolloutSettings(group_timeout_s=timeout_s),
+        rollout=RolloutSettings(timeout_s=timeout_s, group_timeout_s=group_timeout_s, min_rollouts=min_rollouts),
     )
 
 
@@ -97,13 +124,13 @@ async def test_a_made_group_carries_rewards_advantages_and_what_people_read():
     rewards = FakeRewards()
     ((made,),) = await make(maker(rewards), [4], FakePolicy([["a", "bbb", "bb"]]))
     group = made.group
-    assert (group.index, group.prompt_id.index, made.attempt) == (4, 4, 1)
+    assert (group.index, group.prompt_id.index, made.admission.attempt) == (4, 4, 1)
     assert group.rewards.tolist() == [1, 3, 2]
     assert made.completions == ("a", "bbb", "bb"), "decoded without the stop token"
     assert [call.data for call in rewards.calls] == [{"answer": 4}] * 3
     assert made.prompt_text == "p4"
     assert made.num_tokens == 2 + 4 + 3
-    assert made.filtered == ""
+    assert made.outcome == ""
     assert group.oldest_step() == 6
     sampled = group.samples.advantages[group.samples.loss_mask]
     assert (np.sign(sampled) == [-1] * 2 + [1] * 4 + [0] * 3).all()
@@ -111,10 +138,10 @@ async def test_a_made_group_carries_rewards_advantages_and_what_people_read():
     assert made.generated_s <= made.scored_s
 
 
-@pytest.mark.parametrize(("zero_variance", "filtered"), [("refill", "zero_variance"), ("keep", "")])
-async def test_a_group_of_equal_rewards_is_filtered_if_the_settings_refill(zero_variance, filtered):
+@pytest.mark.parametrize(("zero_variance", "outcome"), [("refill", "filtered"), ("keep", "")])
+async def test_a_group_of_equal_rewards_is_filtered_if_the_settings_refill(zero_variance, outcome):
     batches = await make(maker(zero_variance=zero_variance), [0, 1], FakePolicy([["a", "b", "c"], ["a", "bb", "c"]]))
-    assert [made.filtered for made in batches[0]] == [filtered, ""]
+    assert [made.outcome for made in batches[0]] == [outcome, ""]
     assert not batches[0][0].group.samples.advantages.any()
 
 
@@ -122,7 +149,7 @@ async def test_the_penalty_for_length_makes_equal_rewards_differ_and_is_not_reco
     rewards = FakeRewards(lambda prompt, completion: 1.0)
     policy = FakePolicy([["a", "bbbbb", "bbbbbbbb"]])
     ((made,),) = await make(maker(rewards, overlong_tokens=6, scale="none"), [0], policy)
-    assert made.filtered == ""
+    assert made.outcome == ""
     assert made.group.rewards.tolist() == [1, 1, 1]
     # Lengths with the stop token 2, 6 and 9 of a limit of 9: penalties 0, 0.5 and 1.
     at_the_end = made.group.samples.advantages[made.group.samples.bounds()[1:] - 1]
@@ -139,11 +166,54 @@ async def test_a_reward_that_fails_ends_the_work_naming_the_prompt():
         await make(maker(FakeRewards(score)), [2, 3], FakePolicy([["a", "bb", "c"]] * 2))
 
 
-async def test_a_silent_policy_is_named_after_the_deadline():
-    with pytest.raises(
-        StallError, match=r"rollout worker waited 0.02 s for the completions of groups 3\.\.4 from the po"
-    ):
-        await make(maker(timeout_s=0.02), [3, 4], SilentPolicy([]))
+async def test_a_silent_policy_is_named_after_the_deadline(monkeypatch):
+    monkeypatch.setattr("forge_async.pipeline.collecting.CUT_TIMEOUT_S", 0.02)
+    with pytest.raises(StallError, match=r"rollout worker waited 0.02 s for overdue rollouts to be cut off from the p"):
+        await make(maker(timeout_s=0.02), [3, 4], SilentPolicy([["a", "b", "c"]] * 2))
+
+
+async def test_a_rollout_that_never_ends_is_cut_off_and_its_siblings_are_each_other_s_baseline():
+    a_maker = maker(timeout_s=0.05)
+    batches = await make(a_maker, [3, 4], FakePolicy([["a", "bbb", "c..."], ["a", "bb", "ccc"]]))
+    assert [[made.group.index for made in batch] for batch in batches] == [[4], [3]], "nobody waits for the straggler"
+    group = batches[1][0].group
+    assert group.rewards.tolist() == [1, 3]
+    assert len(group.samples) == 2
+    ends = group.samples.bounds()[1:] - 1
+    assert np.sign(group.samples.advantages[ends]).tolist() == [-1, 1]
+    stats = a_maker.take_stats()
+    assert (stats.num_cut, stats.num_salvaged) == (1, 1)
+
+
+@pytest.mark.parametrize(("texts", "min_rollouts"), [(["a", "b...", "c..."], 2), (["a", "bb", "c..."], 3)])
+async def test_a_group_with_too_few_finished_rollouts_is_lost(texts, min_rollouts):
+    ((lost,),) = await make(maker(timeout_s=0.02, min_rollouts=min_rollouts), [3], FakePolicy([texts]))
+    assert (lost.admission.index, lost.outcome, lost.reason) == (3, "failed", "rollout_timeout")
+
+
+async def test_a_refused_request_loses_its_own_group_only():
+    batches = await make(maker(), [3, 4, 5], FakePolicy([["a", "bb", "c"]] * 3, refuses=[1]))
+    assert [made.group.index for made in batches[0]] == [3, 5]
+    assert [(lost.admission.index, lost.outcome, lost.reason) for lost in batches[1]] == [(4, "failed", "refused")]
+
+
+async def test_a_group_whose_rewards_take_too_long_is_lost():
+    class SlowRewards(FakeRewards):
+        async def score(self, calls):
+            await asyncio.sleep(5.0)
+            return await super().score(calls)
+
+    ((lost,),) = await make(maker(SlowRewards(), group_timeout_s=0.1), [3], FakePolicy([["a", "bb", "c"]]))
+    assert (lost.admission.index, lost.outcome, lost.reason) == (3, "failed", "group_timeout")
+
+
+async def test_a_failure_of_the_whole_policy_is_no_failure_of_a_group():
+    class BrokenPolicy(FakePolicy):
+        async def collect(self, ticket, linger_s):
+            raise PolicyError("The engine failed: out of memory")
+
+    with pytest.raises(PolicyError, match="out of memory"):
+        await make(maker(), [3], BrokenPolicy([["a", "bb", "c"]]))
 
 
 async def test_the_time_spent_scoring_is_counted_once():

@@ -108,7 +108,7 @@ async def test_steps_keep_their_order_when_many_wait(records):
 async def test_every_group_ends_once_in_the_events(records):
     admissions = [FakeAdmission(index=i, prompt_id=PromptId(source="fake", epoch=0, index=i)) for i in (7, 8)]
     records.recorder.admitted(admissions, "policy_0")
-    records.recorder.made([group_record(7, filtered="zero_variance")])
+    records.recorder.made([group_record(7, outcome="filtered")])
     records.step(0, 1, 2)
     await records.recorder.finish("the last step is done")
     ends = {index: (event["outcome"], event["reason"]) for index, event in records.events.items()}

@@ -1,0 +1,56 @@
+"""The results of a submission as they come, until its deadline; what is unfinished then is cut off."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from forge_async.core.clock import within
+from forge_async.pipeline.ports import PolicyClient
+from forge_async.policy.ports import GenerationResult
+
+CUT_TIMEOUT_S = 30.0
+"""How long a policy may take to cut requests off: some engine steps."""
+
+
+async def collected(
+    policy: PolicyClient, ticket: int, *, linger_s: float, timeout_s: float
+) -> AsyncIterator[list[GenerationResult]]:
+    """Yield results in the batches in which they come. After `timeout_s` seconds the last batch has the rest: finished
+    rows whole, the others as far as they came and marked as cut.
+
+    Raises RequestRefusedError, after all other results, when the engine refused some requests, and StallError when
+    the policy does not even answer to the cut.
+    """
+    loop = asyncio.get_running_loop()
+    deadline_s, done = loop.time() + timeout_s, False
+    while not done:
+        collecting = asyncio.ensure_future(policy.collect(ticket, linger_s))
+        try:
+            # Not cancelled when time is up: what a cancelled call had already fetched would be lost.
+            await asyncio.wait({collecting}, timeout=max(0.0, deadline_s - loop.time()))
+            if collecting.done():
+                results, done = collecting.result()
+            else:
+                results, done = await _cut(policy, ticket, collecting), True
+        finally:
+            collecting.cancel()
+        if results:
+            yield results
+
+
+async def _cut(
+    policy: PolicyClient, ticket: int, collecting: asyncio.Future[tuple[list[GenerationResult], bool]]
+) -> list[GenerationResult]:
+    async def both() -> list[GenerationResult]:
+        cut = await policy.cut(ticket)
+        late, _ = await collecting
+        return late + cut
+
+    return await within(
+        both(),
+        CUT_TIMEOUT_S,
+        who="The rollout worker",
+        waits_for="overdue rollouts to be cut off",
+        from_whom="the policy",
+    )
