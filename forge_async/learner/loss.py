@@ -86,11 +86,11 @@ class Loss:
 
     def __call__(self, inputs: LossInputs, counts: Counts) -> LossTerms:
         """Compute the micro-batch's part; `inputs` come with any anchor and without weights."""
-        inputs = self.correct(inputs)
         if self.settings.normalise_advantages and not self.needs_values:
             inputs = replace(inputs, advantages=normalised(inputs, counts))
         if self.needs_reference and self.settings.kl_place == "reward":
             inputs = with_kl_in_reward(inputs, self.settings)
+        inputs = self.correct(inputs)  # last, since a correction may look at the advantages
         parts, token_losses, clipped = {}, [], None
         for component in self.components:
             found = component.function(inputs, self.settings)
