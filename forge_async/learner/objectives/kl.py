@@ -26,7 +26,7 @@ def kl_estimate(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, kind: 
         return difference
     if kind == "k2":
         return difference.square() / 2
-    return (-difference).exp() - 1 + difference
+    return (-difference).expm1() + difference  # exp(-d) - 1 would round a small divergence to 0, or below it
 
 
 def kl_loss(inputs: LossInputs, settings: ObjectiveSettings) -> TokenLoss:
