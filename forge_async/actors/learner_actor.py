@@ -63,7 +63,11 @@ class LearnerPlan:
             total_steps=config.root.steps,
             learner=config.learner,
             optimizer=config.optimizer,
-            objective=replace(objective, name=absolute_reference(objective.name)),
+            objective=replace(
+                objective,
+                name=absolute_reference(objective.name),
+                teacher=str(Path(objective.teacher).absolute()) if objective.teacher else "",
+            ),
             correction=config.asynchrony.correction,
             correction_settings=config.correction,
             seed=config.root.seed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,24 @@ def load_model(
     adapter = spec.state_dict_adapter(spec.model, None)  # pyright: ignore[reportOptionalCall]
     _load_weights(model, adapter, folder, device)
     return model, adapter
+
+
+def check_same_tokens(folder: Path, teacher: Path) -> None:
+    """Raise ConfigError when both folders have a tokenizer.json and the same id stands for another token."""
+    ours, theirs = (_vocabulary(each) for each in (folder, teacher))
+    if ours and theirs and ours != theirs:
+        odd = next(token for token in {**ours, **theirs} if ours.get(token) != theirs.get(token))
+        raise ConfigError(
+            f"objective.teacher={teacher} has another tokenizer than the model in {folder}: token {odd!r} has id "
+            f"{theirs.get(odd)} there and {ours.get(odd)} here; give a teacher with the model's own tokenizer."
+        )
+
+
+def _vocabulary(folder: Path) -> dict[str, int]:
+    """Token to id; empty where the folder does not say, or a list of pieces stands for it."""
+    path = folder / "tokenizer.json"
+    found = json.loads(path.read_text()).get("model", {}).get("vocab") if path.is_file() else None
+    return found if isinstance(found, dict) else {}
 
 
 def _build(

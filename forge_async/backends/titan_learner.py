@@ -29,7 +29,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan_distributed
 from torchtitan.tools import utils as titan_utils
 
-from forge_async.backends.titan_build import load_model
+from forge_async.backends.titan_build import check_same_tokens, load_model
 from forge_async.backends.titan_forward import forward
 from forge_async.backends.titan_values import ValueHead
 from forge_async.core.errors import ConfigError, NonFiniteError
@@ -208,6 +208,7 @@ class TitanLearner:
         wanted = {"reference_logprobs": reference_folder} if self._loss.needs_reference else {}
         if self._loss.settings.teacher:
             wanted["teacher_logprobs"] = Path(self._loss.settings.teacher)
+            check_same_tokens(self._folder, wanted["teacher_logprobs"])
         models = {}
         for name, folder in wanted.items():
             model, _ = load_model(folder, self._settings, self._parallelism, self._dims, self._device)

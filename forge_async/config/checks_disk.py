@@ -48,7 +48,7 @@ def _reference_problem(given: str, reference: str) -> str | None:
     if not colon or not place or not function.isidentifier():
         return f"{given} names no function; write file.py:function or package.module:function."
     if place.endswith(".py") or "/" in place:
-        return _function_in_file(given, Path(place).expanduser(), function)
+        return _function_in_file(given, Path(place), function)
     package = place.partition(".")[0]
     try:
         found = bool(package) and importlib.util.find_spec(package) is not None
@@ -109,7 +109,7 @@ def model_is_there(config: Config) -> str | None:
 def teacher_is_there(config: Config) -> str | None:
     """The teacher is a folder with a model."""
     teacher = config.objective.teacher
-    if not teacher or (Path(teacher).expanduser() / "config.json").is_file():
+    if not teacher or (Path(teacher) / "config.json").is_file():
         return None
     return f"objective.teacher={teacher} is no folder with a config.json; give a Hugging Face folder on this machine."
 

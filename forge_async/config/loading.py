@@ -27,7 +27,8 @@ from forge_async.config.sources import Entry, file_layer, find_config, known_key
 from forge_async.core.errors import ConfigError
 from forge_async.core.settings import check_ranges
 
-_PATHS = ("run.dir", "model.path", "prompts", "reward")  # a shell leaves the ~ of `run.dir=~/x` as it is
+_PATHS = ("run.dir", "model.path", "prompts", "reward", "objective.name", "objective.teacher")
+"""Keys whose `~` is expanded: a shell leaves that of `run.dir=~/x` as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

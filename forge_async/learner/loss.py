@@ -86,12 +86,12 @@ class Loss:
 
     def __call__(self, inputs: LossInputs, counts: Counts) -> LossTerms:
         """Compute the micro-batch's part; `inputs` come with any anchor and without weights."""
-        inputs = self.correct(inputs)
         if self.settings.normalise_advantages and not self.needs_values:
             inputs = replace(inputs, advantages=normalised(inputs, counts))
         if self.needs_reference and self.settings.kl_place == "reward":
             inputs = with_kl_in_reward(inputs, self.settings)
-        parts, token_losses, clipped = {}, [], None
+        inputs = self.correct(inputs)  # last, since a correction may look at the advantages
+        parts, token_losses, clipped, own = {}, [], None, {}
         for component in self.components:
             found = component.function(inputs, self.settings)
             token_loss = found.loss
@@ -100,8 +100,9 @@ class Loss:
             token_losses.append(component.weight * token_loss.detach() * inputs.mask)
             parts[component.name] = component.weight * self._reduced(token_loss, component.denominator, inputs, counts)
             clipped = found.clipped if component is self.components[0] else clipped
+            own |= {f"objective/{name}": (each.detach() * inputs.mask).sum() for name, each in found.figures.items()}
         sums, maxima = self._figures(inputs, clipped)
-        sums |= {f"loss/{name}": part.detach() for name, part in parts.items()}
+        sums |= own | {f"loss/{name}": part.detach() for name, part in parts.items()}
         return LossTerms(loss=_add(list(parts.values())), token_losses=_add(token_losses), sums=sums, maxima=maxima)
 
     def _reduced(self, loss: torch.Tensor, denominator: str, inputs: LossInputs, counts: Counts) -> torch.Tensor:

@@ -108,10 +108,9 @@ class ObjectiveSettings:
 
     @property
     def trains_zero_advantages(self) -> bool:
-        """Whether tokens whose advantage is 0 have a gradient all the same."""
-        return bool(
-            self.kl_weight or self.entropy_weight or self.teacher or self.normalise_advantages or self.has_values
-        )
+        """Whether tokens whose advantage is 0 have a gradient all the same; of a user's function nobody can say."""
+        others = self.kl_weight or self.entropy_weight or self.teacher or self.normalise_advantages
+        return bool(others) or self.has_values or ":" in self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

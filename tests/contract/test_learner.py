@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import socket
 
 import numpy as np
 import pytest
 
-from forge_async.core.errors import NonFiniteError
+from forge_async.core.errors import ConfigError, NonFiniteError
 from forge_async.core.records import Group, PromptId, Samples
 from forge_async.core.versions import NOT_SAMPLED, PolicyVersion, VersionRuns
 from forge_async.learner.batch import Share, split_batch
@@ -347,6 +348,16 @@ def test_a_teacher_is_approached_without_any_reward(titan, tmp_path):
     samples = dataclasses.replace(make_samples(), advantages=np.zeros_like(make_samples().advantages))
     apart = [learner.train(share(on_policy(samples, learner))).figures["teacher/kl"] for _ in range(6)]
     assert apart[-1] < 0.7 * apart[0], apart
+
+
+@pytest.mark.stack
+def test_a_teacher_with_another_tokenizer_is_refused(titan, tmp_path):
+    teacher = make_model(tmp_path / "teacher")
+    tokenizer = json.loads((teacher / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["a"], tokenizer["model"]["vocab"]["b"] = 11, 10
+    (teacher / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match=r"objective.teacher=.*another tokenizer.*token '[ab]' has id"):
+        titan.make(objective={"teacher": str(teacher)})
 
 
 @pytest.mark.stack

@@ -26,7 +26,7 @@ def kl_estimate(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, kind: 
         return difference
     if kind == "k2":
         return difference.square() / 2
-    return (-difference).exp() - 1 + difference
+    return (-difference).expm1() + difference  # exp(-d) - 1 would round a small divergence to 0, or below it
 
 
 def kl_loss(inputs: LossInputs, settings: ObjectiveSettings) -> TokenLoss:
@@ -42,12 +42,13 @@ def kl_loss(inputs: LossInputs, settings: ObjectiveSettings) -> TokenLoss:
 
 
 def with_kl_in_reward(inputs: LossInputs, settings: ObjectiveSettings) -> LossInputs:
-    """Advantages less kl_weight times the estimates from each token to the end of its sample.
+    """Advantages less kl_weight times the estimates, at the step's start, from each token to the end of its sample.
 
     The penalty as a reward of each token, undiscounted (Ouyang et al. 2022, InstructGPT, eq. 2; Hu et al. 2025,
     REINFORCE++). It is subtracted after the advantages were normalised, and has no gradient of its own.
     """
-    estimate = kl_estimate(inputs.logprobs.detach(), _reference(inputs), settings.kl_kind)
+    start = inputs.logprobs.detach() if inputs.start_logprobs is None else inputs.start_logprobs
+    estimate = kl_estimate(start, _reference(inputs), settings.kl_kind)
     penalty = settings.kl_weight * segments.to_go(estimate, inputs)
     return replace(inputs, advantages=(inputs.advantages - penalty) * inputs.mask)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from forge_async.learner.inputs import LossInputs
@@ -20,6 +21,8 @@ class TokenLoss:
     """[B, L] with gradient: each token's loss, before any mask, weight or denominator."""
     clipped: torch.Tensor | None = None
     """[B, L] bool: the ratio lies outside the clip range; None: the objective has none."""
+    figures: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """[B, L] each: what else is to be recorded, as its mean over the loss tokens, under `objective/` and the name."""
 
 
 def log_ratio(inputs: LossInputs) -> torch.Tensor:

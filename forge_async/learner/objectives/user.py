@@ -44,7 +44,7 @@ def absolute_reference(name: str) -> str:
     place, colon, function = name.rpartition(":")
     if not colon or not (place.endswith(".py") or "/" in place):
         return name
-    return f"{Path(place).expanduser().absolute()}:{function}"
+    return f"{Path(place).absolute()}:{function}"
 
 
 def _import_file(path: Path) -> Any:

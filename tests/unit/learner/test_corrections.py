@@ -87,6 +87,30 @@ def test_off_policy_masking_leaves_out_bad_samples_that_have_become_unlikely():
     assert weights("off_policy_mask", inputs, CorrectionSettings(threshold=0.7)) == [1.0] * 4
 
 
+def test_the_sign_that_off_policy_masking_looks_at_is_that_after_normalisation():
+    # Rewards 1 and 2 become -1 and 1: only the sample that is worse than the other is left out.
+    inputs = one_row([0.5, 0.5], [1.0, 2.0], segments=[0, 1])
+    settings = ObjectiveSettings(normalise_advantages=True)
+    terms = objective_loss(settings, "off_policy_mask")(inputs, counts_of(inputs))
+    assert float(terms.sums["masked"]) == 1
+    plain = objective_loss(ObjectiveSettings(), "off_policy_mask")(inputs, counts_of(inputs))
+    assert float(plain.sums["masked"]) == 0
+
+
+@pytest.mark.parametrize("name", ["none", "token_truncated", "icepop", "sequence_truncated", "vtrace", "decoupled"])
+def test_in_later_updates_the_ratio_is_taken_from_the_steps_start(name):
+    start = torch.full((1, 1), math.log(0.6), dtype=torch.float64)
+    inputs = replace(one_row([1.5], [1.0]), start_logprobs=start)
+    found = correction(name, PLAIN)(inputs)
+    assert (found.anchor_logprobs == start).all()
+    assert found.weights is None or float(found.weights) == pytest.approx(1.2)
+
+
+def test_in_later_updates_aipo_weighs_by_the_current_policy():
+    inputs = replace(one_row([1.5], [1.0]), start_logprobs=torch.full((1, 1), math.log(0.6), dtype=torch.float64))
+    assert weights("aipo", inputs) == pytest.approx([1.5])
+
+
 @pytest.mark.parametrize(("age", "way"), [(0, 0.0), (1, 0.5), (3, 0.75)])
 def test_the_approximated_proximal_policy_lies_between_sampler_and_current(age, way):
     inputs = one_row([4.0], [1.0], ages=[age])

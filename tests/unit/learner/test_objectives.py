@@ -124,6 +124,12 @@ def test_the_three_estimates_of_the_divergence_by_hand():
     assert float(kl_estimate(mine, reference, "k3")) == pytest.approx(0.5 - 1 + math.log(2))
 
 
+def test_k3_of_a_small_difference_is_not_lost_to_rounding():
+    difference = torch.tensor([[1e-4, -1e-4]])
+    found = kl_estimate(difference, torch.zeros(1, 2), "k3")
+    assert found[0].tolist() == pytest.approx([5e-9, 5e-9], rel=1e-2)
+
+
 def test_the_estimates_are_right_on_average():
     torch.manual_seed(0)
     mine, other = torch.randn(7, dtype=torch.float64).softmax(0), torch.randn(7, dtype=torch.float64).softmax(0)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from forge_async.core.errors import ConfigError, LearnerError
+from forge_async.learner.figures import step_figures
 from forge_async.learner.loss import objective_loss
 from forge_async.learner.objectives.user import absolute_reference, load_objective
 from forge_async.learner.settings import ObjectiveSettings
@@ -30,9 +31,12 @@ def test_a_function_in_a_file_or_a_module_is_the_objective(place):
     assert float(terms.sums["clipped"]) == 0
 
 
-def test_it_may_say_what_it_clipped():
-    terms = loss_of(f"{FILE}:with_clip_figure", one_row([3.0, 1.0], [1.0, 1.0]))
+def test_it_may_say_what_it_clipped_and_measure_more():
+    inputs = one_row([4.0, 1.0, 9.0], [1.0, 1.0, 0.0], mask=[1, 1, 0])
+    terms = loss_of(f"{FILE}:with_clip_figure", inputs)
     assert float(terms.sums["clipped"]) == 1
+    sums, maxima = ({name: float(v) for name, v in each.items()} for each in (terms.sums, terms.maxima))
+    assert step_figures(sums, maxima, counts_of(inputs))["objective/root"] == pytest.approx((2 + 1) / 2)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ def squared(inputs: LossInputs, settings: ObjectiveSettings):
 
 def with_clip_figure(inputs, settings):
     ratio = (inputs.logprobs - inputs.anchor_logprobs).exp()
-    return TokenLoss(loss=-ratio * inputs.advantages, clipped=ratio > 2)
+    return TokenLoss(loss=-ratio * inputs.advantages, clipped=ratio > 2, figures={"root": ratio.sqrt()})
 
 
 def summed(inputs, settings):
