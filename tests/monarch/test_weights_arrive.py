@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from forge_async.actors.forge_actor import ActorHandle
 from forge_async.config import compose
 from forge_async.pipeline.publish import Publisher
 from forge_async.rollout.demonstrations import demonstration_samples
 from forge_async.runtime.meshes import Placement
 from forge_async.runtime.wiring import start_actors
+from tests.engines import request
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]
 
@@ -30,7 +32,7 @@ async def test_every_replica_serves_the_learners_weights_and_they_change_with_ea
     tmp_path: Path, tiny_model: Path
 ) -> None:
     words = [f"model.path={tiny_model}", "learner.ranks=2", "policy.replicas=2", "optimizer.lr=0.01",
-             "optimizer.warmup_steps=0", "task.name=sum"]  # fmt: skip
+             "optimizer.warmup_steps=0", "task.name=sum", "async.swap=blocking"]  # fmt: skip
     config = compose(overrides=words)
     async with await Placement.start(config.job, tmp_path) as placement:
         actors = await start_actors(config, tiny_model, placement, tmp_path, lambda *_: None)
@@ -46,8 +48,22 @@ async def test_every_replica_serves_the_learners_weights_and_they_change_with_ea
                 pull = await publisher.pull(replica, version)
                 served, theirs = await replica.score(PROBE)
                 assert served == pull.version == version
+                assert pull.swap is not None and pull.swap.mode == "blocking"
+                assert pull.pause_s == pull.swap.pause_s > 0
                 np.testing.assert_allclose(theirs, ours, atol=1e-4, rtol=0)
             if before is not None:
                 assert np.abs(ours - before).max() > 1e-2, "the probe moved, so equality proves something"
             before = ours
             await learner.train.call(lesson)
+        await assert_a_cut_ends_a_ticket(actors.handles[1])
+
+
+async def assert_a_cut_ends_a_ticket(policy: ActorHandle) -> None:
+    """The replica gives back what it has made by then; the ticket is closed."""
+    ticket = await policy.submit.call_one([request("a", n=4, tokens=50)])
+    results = await policy.cut.call_one(ticket)
+    assert [(result.id, len(result.completions.cut)) for result in results] == [("a", 4)]
+    assert await policy.cut.call_one(ticket) == []
+    stats = await policy.stats.call_one()
+    assert [record.mode for record in stats.service.swap_records] == ["blocking"] * 3
+    assert (stats.limit_sequences, stats.num_queued, stats.num_running) == (0, 0, 0)
