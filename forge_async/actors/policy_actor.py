@@ -21,7 +21,7 @@ from forge_async.policy.service import RequestService, Ticket
 from forge_async.policy.settings import PolicySettings
 from forge_async.weights.fingerprint import check_fingerprint, check_fit, sample
 from forge_async.weights.manifest import Manifest
-from forge_async.weights.packing import unpack
+from forge_async.weights.packing import Unpacker
 from forge_async.weights.settings import WeightsSettings
 
 if TYPE_CHECKING:
@@ -53,6 +53,9 @@ class PolicyActor(ForgeActor):
         self._tickets: dict[int, Ticket] = {}
         self._numbers = itertools.count()
         self._plane: WeightPlane | None = None
+        self._unpacker = Unpacker(shared=False)
+        self._pulling = asyncio.Lock()
+        """One pull at a time: they unpack into the same memory."""
         self._fitting: tuple[str, ...] = ()
         """Ids of the layout that is known to fit the engine."""
         self._built: dict[str, float] = {}
@@ -134,6 +137,7 @@ class PolicyActor(ForgeActor):
         from forge_async.backends.weight_stores import open_plane
 
         self._plane = open_plane(store_handle)
+        self._unpacker = Unpacker(shared=self._plane.store.transport.is_shared)
 
     def _is_behind(self, min_step: int) -> bool:
         return self._served is None or self._served.step < min_step
@@ -152,8 +156,8 @@ class PolicyActor(ForgeActor):
     async def _pull(self, version: PolicyVersion) -> Pull:
         started_s, begun = time.time(), time.perf_counter()
         plane = self._connected
-        async with plane.reading(version) as (manifest, blobs):
-            weights = await asyncio.to_thread(unpack, manifest, blobs)
+        async with self._pulling, plane.reading(version) as (manifest, blobs):
+            weights = await asyncio.to_thread(self._unpacker.unpack, manifest, blobs)
             fetch_s = time.perf_counter() - begun
             pause_s = await self._service.between_steps(lambda engine: self._swap(engine, manifest, weights))
         self._served = version

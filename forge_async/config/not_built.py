@@ -32,7 +32,7 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt(key="async.swap", allowed=("keep_kv",)),
     NotBuilt(key="async.on_stale", allowed=("wait", "raise", "drop")),
     NotBuilt(key="async.fresh_fraction", allowed=(0.0,)),
-    NotBuilt(key="weights.transport", allowed=("auto", "shm", "rpc")),
+    NotBuilt(key="weights.transport", allowed=("auto", "shm", "rpc", "filesystem", "http")),
     NotBuilt(key="objective.name", allowed=("grpo",)),
     NotBuilt(key="sampling.top_p", allowed=(1.0,), why="the learner cannot renormalise over the kept tokens"),
     NotBuilt(key="sampling.top_k", allowed=(0,), why="the learner cannot renormalise over the kept tokens"),

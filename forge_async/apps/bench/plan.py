@@ -33,6 +33,10 @@ class Plan:
     """Whether `start` measures a cold start too."""
     threads: tuple[int, ...] = ()
     """Threads of TRL's cases; none: one, and one for each core."""
+    num_bytes: float = 0.0
+    """Size of the model of `weights`; 0: the bench's own."""
+    tensors: tuple[int, ...] = ()
+    """Its numbers of tensors, a model each; none: the bench's own."""
 
     @classmethod
     def of(
@@ -45,6 +49,8 @@ class Plan:
         steps: int,
         cold: bool = True,
         threads: Sequence[int] = (),
+        num_bytes: float = 0.0,
+        tensors: Sequence[int] = (),
     ) -> Plan:
         """Check the configuration and put the words of every run in order. Raises ConfigError."""
         words = (*(word for name in configs for word in ("--config", name)), "eval.num_prompts=0", *overrides)
@@ -56,6 +62,8 @@ class Plan:
             steps=steps,
             cold=cold,
             threads=tuple(threads),
+            num_bytes=num_bytes,
+            tensors=tuple(tensors),
         )
 
     def model_folder(self) -> Path:
