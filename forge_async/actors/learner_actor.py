@@ -224,6 +224,8 @@ class LearnerActor(ForgeActor):
         num_bytes = self._rank.snapshot_bytes
         if not wanted or self._plane is None or not num_bytes or self._spare is not None:
             return
+        if not self._plane.store.transport.is_shared:
+            return  # its memory would be this process's own in any case
         try:
             self._spare = await self._plane.store.reserve(num_bytes)
         except ForgeError as error:

@@ -23,7 +23,7 @@ from forge_async.policy.service import RequestService, Ticket
 from forge_async.policy.settings import PolicySettings
 from forge_async.weights.fingerprint import check_fingerprint, sample
 from forge_async.weights.manifest import Manifest
-from forge_async.weights.packing import unpack
+from forge_async.weights.packing import Unpacker
 from forge_async.weights.settings import WeightsSettings
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class PolicyActor(ForgeActor):
         self._tickets: dict[int, Ticket] = {}
         self._numbers = itertools.count()
         self._plane: WeightPlane | None = None
+        self._unpacker = Unpacker(shared=False)
         self._built: dict[str, float] = {}
         self._num_preemptions = 0
         """Of the engine, when `stats` was last asked."""
@@ -170,6 +171,7 @@ class PolicyActor(ForgeActor):
         from forge_async.backends.weight_stores import open_plane
 
         self._plane = open_plane(store_handle)
+        self._unpacker = Unpacker(shared=self._plane.store.transport.is_shared)
 
     def _is_behind(self, min_step: int) -> bool:
         return self._served is None or self._served.step < min_step
@@ -197,8 +199,9 @@ class PolicyActor(ForgeActor):
     async def _pull_now(self, version: PolicyVersion) -> Pull:
         started_s, begun = time.time(), time.perf_counter()
         plane = self._connected
+        # One pull at a time, which the service sees to: they unpack into the same memory.
         async with self._service.pulling(), plane.reading(version) as (manifest, blobs):
-            weights = await asyncio.to_thread(unpack, manifest, blobs)
+            weights = await asyncio.to_thread(self._unpacker.unpack, manifest, blobs)
             fetch_s = time.perf_counter() - begun
             swap = await self._service.swap(weights, version, self._fingerprint_check(manifest))
         self._served = version

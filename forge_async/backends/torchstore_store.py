@@ -297,8 +297,8 @@ class ShmStore(TorchstoreStore):
             self._mappings.keep(answer.live)
             yield await self._values(answer.buffers)
         finally:
-            if leased:
-                await self._call(self._volume.release.call_one([each.id for each in leased], self._own))
+            if leased:  # nobody waits for it; if it fails, the store is dead and has no leases
+                self._volume.release.broadcast([each.id for each in leased], self._own)
 
     async def _prepared(self, value: Any) -> tuple[TransportBuffer, Request]:
         if not isinstance(value, torch.Tensor) or value.numel() < INLINE_BYTES:
@@ -308,6 +308,10 @@ class ShmStore(TorchstoreStore):
             value = await asyncio.to_thread(own.copy_, value)
         segment = self._reserved.pop(value.data_ptr())
         return SegmentBuffer(segment, value.numel()), Request()
+
+    async def close(self) -> None:
+        await super().close()
+        self._mappings.keep(frozenset())
 
     async def _values(self, buffers: Sequence[TransportBuffer]) -> list[Any]:
         return [

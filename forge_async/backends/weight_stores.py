@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
+from forge_async.core.errors import ConfigError
 from forge_async.weights.plane import WeightPlane
 from forge_async.weights.ports import WeightStore
 from forge_async.weights.settings import WeightsSettings
 from forge_async.weights.transports import SHM, choose
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningStore:
+    """A store, from the process that hosts it."""
+
+    handle: bytes
+    """What `open_store` and `open_plane` need, in any process of the run."""
+    close: Callable[[], None]
+    """Takes away what would outlive the process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,21 +33,56 @@ class _Handle:
     address: Any
 
 
-async def start_store(settings: WeightsSettings) -> bytes:
-    """Start the store in the calling actor's process; returns what `open_store` needs, in any process of the run."""
+async def start_store(settings: WeightsSettings, folder: str = "") -> RunningStore:
+    """Start the store of `weights.transport` in the calling actor's process.
+
+    `folder` is where files go, unless `weights.folder` says otherwise.
+    """
+    address, close = await _start(settings, settings.folder or folder)
+    return RunningStore(handle=cloudpickle.dumps(_Handle(settings=settings, address=address)), close=close)
+
+
+async def _start(settings: WeightsSettings, folder: str) -> tuple[Any, Callable[[], None]]:
+    if settings.transport == "filesystem":
+        from forge_async.backends.filesystem_store import prepare_folder
+
+        if not folder:
+            raise ConfigError("weights.transport=filesystem needs weights.folder: a folder that all hosts share.")
+        path = Path(folder).absolute()
+        prepare_folder(path)
+        return path, lambda: shutil.rmtree(path, ignore_errors=True)
+    if settings.transport == "http":
+        from forge_async.backends.http_store import HttpServer
+
+        server = HttpServer(settings.http_host)
+        return server.address, server.close
     from forge_async.backends.torchstore_store import start_volume
 
-    return cloudpickle.dumps(_Handle(settings=settings, address=await start_volume()))
+    return await start_volume(), lambda: None
+
+
+def with_settings(handle: bytes, settings: WeightsSettings) -> bytes:
+    """The handle of the same store for clients with other settings: `auto`, `shm` and `rpc` are one kind of store."""
+    opened: _Handle = cloudpickle.loads(handle)
+    return cloudpickle.dumps(_Handle(settings=settings, address=opened.address))
 
 
 def open_store(handle: bytes) -> WeightStore:
     """A client of the store, over the transport that suits this process; one a process."""
+    opened: _Handle = cloudpickle.loads(handle)
+    address, timeout_s = opened.address, opened.settings.timeout_s
+    if opened.settings.transport == "filesystem":
+        from forge_async.backends.filesystem_store import FilesystemStore
+
+        return FilesystemStore(address)
+    if opened.settings.transport == "http":
+        from forge_async.backends.http_store import HttpStore
+
+        return HttpStore(address, timeout_s)
     from forge_async.backends.torchstore_store import ShmStore, TorchstoreStore
 
-    opened: _Handle = cloudpickle.loads(handle)
-    transport = choose(opened.settings.transport, same_host=opened.address.process.is_local)
-    kind = ShmStore if transport == SHM else TorchstoreStore
-    return kind(opened.address, opened.settings.timeout_s)
+    transport = choose(opened.settings.transport, same_host=address.process.is_local)
+    return (ShmStore if transport == SHM else TorchstoreStore)(address, timeout_s)
 
 
 def open_plane(handle: bytes) -> WeightPlane:

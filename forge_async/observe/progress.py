@@ -53,8 +53,7 @@ class Progress:
 
     def phase(self, name: str, duration_s: float) -> None:
         """A phase of the start-up is done: `policy ready    18.2 s`."""
-        if self._mode != "off":
-            self.say(f"{name:<{_LABEL_WIDTH}}{duration_s:>8.1f} s")
+        self.note(f"{name:<{_LABEL_WIDTH}}{duration_s:>8.1f} s")
 
     def waiting(self, text: str) -> None:
         """Say what the run waits for; shown on a terminal only, until something else happens."""
@@ -96,6 +95,11 @@ class Progress:
             "- s/step" if usual_s is None else f"{usual_s:.2f} s/step",
             "- left" if usual_s is None else f"{duration(usual_s * max(0, self._total - step))} left",
         ]
+
+    def note(self, text: str) -> None:
+        """Write a line of its own, unless only the end is to be seen."""
+        if self._mode != "off":
+            self.say(text)
 
     def say(self, text: str) -> None:
         """Write a line of its own, above the live line."""

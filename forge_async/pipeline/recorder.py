@@ -130,6 +130,8 @@ class Recorder:
         weights.pull_s = max(pull.fetch_s + pull.pause_s, 0.0 if newer else weights.pull_s)
         weights.pause_s = max(pull.pause_s, 0.0 if newer else weights.pause_s)
         weights.pulled = pull.version
+        if replica not in weights.held_bytes:
+            self._progress.note(f"weights to {replica}: {transport_line(pull)}")
         weights.held_bytes[replica] = pull.held_bytes
         args = {"version": pull.version.step}
         swap_s = pull.started_s + pull.fetch_s
@@ -320,3 +322,9 @@ class Recorder:
         batch = step.ranks[0].batch
         self._tracer.counter("queue", step.ended_s, depth=batch[names.QUEUE_DEPTH])
         self._tracer.counter("staleness", step.ended_s, max=batch[names.STALENESS_MAX])
+
+
+def transport_line(pull: Pull) -> str:
+    """Which transport carried a pull, and at what rate."""
+    megabytes, took_s = pull.num_bytes / 1e6, max(pull.fetch_s + pull.pause_s, 1e-9)
+    return f"{pull.transport}, {megabytes:.3g} MB in {1e3 * took_s:.0f} ms ({megabytes / took_s:.3g} MB/s)"

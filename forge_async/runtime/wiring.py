@@ -170,7 +170,7 @@ async def start_actors(
             )
             for number in range(config.rollout.workers)
         ]
-        store = group.create_task(ready("store", _start_store(config, placement, limits)))
+        store = group.create_task(ready("store", _start_store(config, placement, run_dir, limits)))
     replicas = {name: task.result() for name, task in zip(names, policies, strict=True)}
     workers = [task.result() for task in rollouts]
     # The replay actor needs to know the size of an epoch, which the prompt source tells; it starts in a second.
@@ -199,9 +199,9 @@ async def start_actors(
     )
 
 
-async def _start_store(config: Config, placement: Placement, limits: dict) -> ActorHandle:
+async def _start_store(config: Config, placement: Placement, run_dir: Path, limits: dict) -> ActorHandle:
     options = StoreActor.options(mesh_name="store", hosts=placement.controller, **limits)
-    return await options.as_actor(config.weights)
+    return await options.as_actor(config.weights, str(run_dir / "weights"))
 
 
 async def _start_policy(name: str, number: int, config: Config, folder: Path, placement: Placement, limits: dict):

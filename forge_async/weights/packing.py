@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 ALIGNMENT_BYTES = 64
 """Each shard starts at a multiple of this inside its blob, so that it can be viewed in its own dtype."""
 
-REMEMBERED_BLOBS = 4
-"""Blobs whose views a packer keeps: memory of a store comes back again and again."""
+REMEMBERED_BLOBS = 8
+"""Blobs of a store's memory whose views are kept: they come back again and again, and a view costs microseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +36,10 @@ class Packer:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._known: list[tuple] = []
+        self._looks: list[tuple] = []
+        """What the plan was made for."""
         self._part = Part.of(rank, (), 0)
-        self._views: dict[int, list[torch.Tensor]] = {}
+        self._boxes = Boxes()
 
     @property
     def blob_bytes(self) -> int:
@@ -52,34 +53,49 @@ class Packer:
 
         Args:
             local_shards: in the same order each time.
-            blob: uint8 memory to use if it has the right size; else new memory is taken.
+            blob: uint8 memory of a store to use if it has the right size; else new memory is taken.
 
         Returns the description and the blob: uint8 [bytes].
         """
         import torch
 
         held = [shard for shard in local_shards if shard.tensor.numel()]
-        looks = [
-            (shard.name, shard.tensor.dtype, shard.tensor.shape, shard.global_shape, shard.offsets) for shard in held
-        ]
-        if looks != self._known:
-            self._part, self._known, self._views = _plan(held, self._rank), looks, {}
+        if not self._is_planned(held):
+            self._part, self._looks = _plan(held, self._rank), list(map(_look, held))
         if blob is None or blob.numel() != self._part.blob_bytes:
             blob = torch.zeros(self._part.blob_bytes, dtype=torch.uint8)
             views = _boxes(self._part, blob)
         else:
-            views = self._views_of(blob)
+            views = self._boxes.of(self._part, blob)
         if held:
-            torch._foreach_copy_(views, [shard.tensor.detach() for shard in held])
+            with torch.no_grad():
+                torch._foreach_copy_(views, [shard.tensor for shard in held])
         return self._part, blob
 
-    def _views_of(self, blob: torch.Tensor) -> list[torch.Tensor]:
-        address = blob.data_ptr()
-        views = self._views.pop(address, None) or _boxes(self._part, blob)
-        self._views[address] = views
-        while len(self._views) > REMEMBERED_BLOBS:
-            del self._views[next(iter(self._views))]
+    def _is_planned(self, held: Sequence[LocalShard]) -> bool:
+        # One tuple at a time: many thousands at once set off the garbage collector.
+        same_length = len(held) == len(self._looks)
+        return same_length and all(_look(shard) == look for shard, look in zip(held, self._looks, strict=True))
+
+
+class Boxes:
+    """Views of the shards in blobs of a store's memory, made once for each piece of that memory."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int], list[torch.Tensor]] = {}
+
+    def of(self, part: Part, blob: torch.Tensor) -> list[torch.Tensor]:
+        """A view of each shard of a blob. It keeps the memory alive while it is remembered."""
+        key = (part.id, blob.data_ptr())
+        views = self._known.pop(key, None) or _boxes(part, blob)
+        self._known[key] = views
+        while len(self._known) > REMEMBERED_BLOBS:
+            del self._known[next(iter(self._known))]
         return views
+
+
+def _look(shard: LocalShard) -> tuple:
+    return shard.name, shard.tensor.dtype, shard.tensor.shape, shard.global_shape, shard.offsets
 
 
 def _plan(held: Sequence[LocalShard], rank: int) -> Part:
@@ -120,24 +136,46 @@ def digests(part: Part, blob: torch.Tensor) -> bytes:
     return struct.pack(f"<{len(found)}Q", *found)
 
 
-def unpack(manifest: Manifest, blobs: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Assemble every parameter of a version from the blobs of all ranks.
+class Unpacker:
+    """Assembles versions for one reader. What it gave for a version is gone when it is asked for the next."""
 
-    A parameter held whole by one rank is a view of its blob; others are copied together.
-    """
+    def __init__(self, *, shared: bool) -> None:
+        """`shared`: whether blobs are a store's memory, which comes again, or this process's own, used once."""
+        self._boxes = Boxes() if shared else None
+        self._layout: tuple[str, ...] = ()
+        self._wholes: dict[str, torch.Tensor] = {}
+
+    def unpack(self, manifest: Manifest, blobs: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Every parameter of a version, from the blobs of all ranks.
+
+        A parameter held whole by one rank is a view of its blob; others are copied together, into the same memory each
+        time.
+        """
+        if manifest.layout.ids != self._layout:
+            self._layout, self._wholes = manifest.layout.ids, _wholes(manifest)
+        of = self._boxes.of if self._boxes is not None else _boxes
+        flat = (box for part in manifest.layout.parts if part.shards for box in of(part, blobs[part.rank]))
+        weights: dict[str, torch.Tensor] = {}
+        for shard, box in zip(manifest.shards, flat, strict=True):
+            if shard.is_whole:
+                weights[shard.name] = box
+            else:
+                weights[shard.name] = self._wholes[shard.name]
+                weights[shard.name][slices(shard)] = box
+        return weights
+
+
+def _wholes(manifest: Manifest) -> dict[str, torch.Tensor]:
+    """Memory for the parameters that no rank holds whole."""
     import torch
 
-    boxes = {part.rank: _boxes(part, blobs[part.rank]) for part in manifest.layout.parts if part.shards}
-    flat = [box for rank in boxes for box in boxes[rank]]
-    weights: dict[str, torch.Tensor] = {}
-    for shard, box in zip(manifest.shards, flat, strict=True):
-        if shard.is_whole:
-            weights[shard.name] = box
-            continue
-        if shard.name not in weights:
-            weights[shard.name] = torch.empty(shard.global_shape, dtype=box.dtype)
-        weights[shard.name][slices(shard)] = box
-    return weights
+    split = {shard.name: shard for shard in manifest.shards if not shard.is_whole}
+    return {name: torch.empty(each.global_shape, dtype=getattr(torch, each.dtype)) for name, each in split.items()}
+
+
+def unpack(manifest: Manifest, blobs: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Assemble every parameter of one version."""
+    return Unpacker(shared=False).unpack(manifest, blobs)
 
 
 def check_blob(manifest: Manifest, rank: int, blob: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,10 @@ class _Record:
     schema: int
 
 
+_Held = tuple[Manifest, dict[int, Any]]
+"""A version: its manifest, and the blob of each rank that has one."""
+
+
 class WeightPlane:
     """The life of versions, seen from one process."""
 
@@ -47,6 +51,10 @@ class WeightPlane:
         self.store = store
         self._checksums = checksums
         self._put_parts: set[str] = set()
+        self._staged: dict[int, tuple[PolicyVersion, _StagedPart]] = {}
+        """What was staged from here last, by rank: it need not be read back."""
+        self._ranks: tuple[int, ...] | None = None
+        """Which ranks held a blob of the version read last: the next one's are probably the same."""
         self._layouts: dict[tuple[str, ...], Layout] = {}
 
     async def stage(self, version: PolicyVersion, part: Part, blob: Any) -> None:
@@ -57,17 +65,14 @@ class WeightPlane:
         items |= {f"{version}{SHARD}{part.rank}": blob} if part.blob_bytes else {}
         await self.store.put(items | {f"{version}/part/{part.rank}": staged})
         self._put_parts.add(part.id)
+        self._staged[part.rank] = (version, staged)
 
     async def commit(self, version: PolicyVersion, num_ranks: int = 1) -> Manifest:
         """Make a version readable. Call once, after every rank has staged.
 
         Raises WeightsError when a rank has not, or when what they staged does not form whole parameters.
         """
-        try:
-            async with self.store.reading([f"{version}/part/{rank}" for rank in range(num_ranks)]) as staged:
-                parts: list[_StagedPart] = list(staged)
-        except KeyError as error:
-            raise WeightsError(f"{version}: {error.args[0]} was never staged; nothing was published.") from error
+        parts = await self._staged_parts(version, num_ranks)
         layout = await self._layout(version, tuple(part.part_id for part in parts))
         hashed = b"".join(part.digests for part in parts)
         manifest = Manifest(version=version, layout=layout, digests=hashed)
@@ -75,40 +80,68 @@ class WeightPlane:
         await self.store.put({f"{version}{MANIFEST}": record})
         return manifest
 
+    async def _staged_parts(self, version: PolicyVersion, num_ranks: int) -> list[_StagedPart]:
+        """What each rank staged, in order of rank."""
+        found = {rank: part for rank, (staged, part) in self._staged.items() if staged == version}
+        others = [rank for rank in range(num_ranks) if rank not in found]
+        if others:
+            try:
+                async with self.store.reading([f"{version}/part/{rank}" for rank in others]) as parts:
+                    found |= dict(zip(others, parts, strict=True))
+            except KeyError as error:
+                raise WeightsError(f"{version}: {error.args[0]} was never staged; nothing was published.") from error
+        return [found[rank] for rank in range(num_ranks)]
+
     async def manifest(self, version: PolicyVersion) -> Manifest:
         """Raises WeightsError when the version is not there (never committed, or retired)."""
         try:
             async with self.store.reading([f"{version}{MANIFEST}"]) as [record]:
-                pass
+                return await self._manifest(version, record)
         except KeyError as error:
             raise WeightsError(
                 f"{version} is not in the store: it was never published whole, or is already retired."
             ) from error
+
+    async def _manifest(self, version: PolicyVersion, record: _Record) -> Manifest:
         if record.schema != SCHEMA:
             raise WeightsError(f"{version} was published by another release (schema {record.schema}, not {SCHEMA}).")
         layout = await self._layout(version, record.part_ids)
         return Manifest(version=version, layout=layout, digests=record.digests, kind=record.kind)
 
     @asynccontextmanager
-    async def reading(self, version: PolicyVersion) -> AsyncIterator[tuple[Manifest, dict[int, Any]]]:
+    async def reading(self, version: PolicyVersion) -> AsyncIterator[_Held]:
         """Enter to have a version's manifest and the blob of each rank, checked against the manifest's digests.
 
         The blobs may be the store's own memory, to be used until the exit and never written to.
         Raises WeightsError when the version is not there, is retired meanwhile, or arrived damaged.
         """
-        manifest = await self.manifest(version)
-        ranks = manifest.ranks
-        held = self.store.reading([f"{version}{SHARD}{rank}" for rank in ranks])
-        try:
-            blobs = dict(zip(ranks, await held.__aenter__(), strict=True))
-        except KeyError as error:
-            raise WeightsError(f"{version} was retired while it was read; pull a newer one.") from error
-        try:
+        async with AsyncExitStack() as stack:
+            manifest, blobs = await self._read_at_once(stack, version) or await self._read_in_two(stack, version)
             if self._checksums:
                 await asyncio.to_thread(_check_all, manifest, blobs)
             yield manifest, blobs
-        finally:
-            await held.__aexit__(None, None, None)
+
+    async def _read_at_once(self, stack: AsyncExitStack, version: PolicyVersion) -> _Held | None:
+        """Ask for the manifest together with the blobs that it names if it is like the last one; None if it is not."""
+        if (ranks := self._ranks) is None:
+            return None
+        keys = [f"{version}{MANIFEST}", *(f"{version}{SHARD}{rank}" for rank in ranks)]
+        try:
+            record, *blobs = await stack.enter_async_context(self.store.reading(keys))
+        except KeyError:
+            return None
+        manifest = await self._manifest(version, record)
+        return (manifest, dict(zip(ranks, blobs, strict=True))) if manifest.ranks == ranks else None
+
+    async def _read_in_two(self, stack: AsyncExitStack, version: PolicyVersion) -> _Held:
+        manifest = await self.manifest(version)
+        self._ranks = manifest.ranks
+        held = self.store.reading([f"{version}{SHARD}{rank}" for rank in manifest.ranks])
+        try:
+            blobs = await stack.enter_async_context(held)
+        except KeyError as error:
+            raise WeightsError(f"{version} was retired while it was read; pull a newer one.") from error
+        return manifest, dict(zip(manifest.ranks, blobs, strict=True))
 
     async def retire(self, version: PolicyVersion) -> None:
         """Delete a version, and whatever older one was staged and never committed. Unknown versions are ignored."""

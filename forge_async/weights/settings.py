@@ -20,6 +20,8 @@ class WeightsSettings:
     )
     keep_versions: int = setting(2, "newest versions that stay readable; older ones are deleted once unread", low=1)
     timeout_s: float = setting(120.0, "longest time one publication or pull may take", unit="s", low=0.1)
+    folder: str = setting("", "filesystem: a folder that all hosts share; empty: in the run's directory")
+    http_host: str = setting("127.0.0.1", "http: address that the store listens on, by which the other hosts reach it")
     verify: str = setting(
         "sampled",
         "checksums of shards, made and compared beside generation (none: not at all), and how much of what a replica "

@@ -39,6 +39,24 @@ RPC = Transport(
     is_shared=False,
     medium="messages of Monarch to and from torchstore's volume",
 )
+FILESYSTEM = Transport(
+    name="filesystem",
+    late_joiners=True,
+    survives_members=True,
+    cross_host=True,
+    is_shared=False,
+    medium="safetensors files in a folder that all hosts share",
+)
+HTTP = Transport(
+    name="http",
+    late_joiners=True,
+    survives_members=True,
+    cross_host=True,
+    is_shared=False,
+    medium="requests to the store's process, opened by a token",
+)
+BUILT = {each.name: each for each in (SHM, RPC, FILESYSTEM, HTTP)}
+"""The transports that there are, by name."""
 
 
 def choose(requested: str, *, same_host: bool) -> Transport:

@@ -15,14 +15,15 @@ from forge_async.core.versions import PolicyVersion
 from forge_async.weights.packing import LocalShard, Packer, pack, unpack
 from forge_async.weights.plane import WeightPlane
 from forge_async.weights.settings import WeightsSettings
+from forge_async.weights.transports import BUILT
 from tests.fakes import MemoryStore
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
-KINDS = ["memory", pytest.param("shm", marks=pytest.mark.stack), pytest.param("rpc", marks=pytest.mark.stack)]
+KINDS = ["memory", *(pytest.param(name, marks=pytest.mark.stack) for name in BUILT)]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
-async def backend(request):
+async def backend(request, tmp_path_factory):
     """(store, a second client of it) that the module's tests share; a real store is in a process of its own."""
     if request.param == "memory":
         store = MemoryStore()
@@ -32,7 +33,9 @@ async def backend(request):
     from forge_async.backends.weight_stores import open_store
 
     before = shared_memory_files()
-    actor = await StoreActor.options(mesh_name="store").as_actor(WeightsSettings(transport=request.param))
+    actor = await StoreActor.options(mesh_name="store").as_actor(
+        WeightsSettings(transport=request.param), str(tmp_path_factory.mktemp("store") / "weights")
+    )
     handle = await actor.handle.call_one(timeout_s=60)
     clients = open_store(handle), open_store(handle)
     assert clients[0].transport.name == request.param

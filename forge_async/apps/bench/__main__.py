@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from forge_async.apps.arguments import Parser, path
-from forge_async.apps.bench import overlap, rules, start, trl
+from forge_async.apps.bench import overlap, rules, start, trl, weights
 from forge_async.apps.bench.output import Report, print_table, write_json
 from forge_async.apps.bench.plan import Plan
 from forge_async.apps.exit import DONE, guarded_main
@@ -19,9 +19,10 @@ BENCHES: dict[str, Callable[[Plan], Report]] = {
     "overlap": overlap.measure,
     "rules": rules.measure,
     "trl": trl.measure,
+    "weights": weights.measure,
 }
 """Name -> what measures; each module begins with what it shows."""
-ROUNDS_AND_STEPS = {"start": (3, 1), "overlap": (2, 40), "rules": (1, 1), "trl": (2, 30)}
+ROUNDS_AND_STEPS = {"start": (3, 1), "overlap": (2, 40), "rules": (1, 1), "trl": (2, 30), "weights": (5, 1)}
 """Runs of each case, and learner steps of a run, when the user says nothing."""
 
 
@@ -55,9 +56,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, action="append", default=[], help="trl: threads of TRL; repeatable")
     parser.add_argument("--trace", type=path, help="rules: a run's events.jsonl to play instead of the seeded trace")
     parser.add_argument("--only", default="", choices=("real", "simulated"), help="overlap: leave the other rows out")
+    parser.add_argument("--bytes", type=float, default=0.0, help="weights: bytes of the model, such as 1e9")
+    parser.add_argument("--tensors", type=int, action="append", default=[], help="weights: tensors in it; repeatable")
     options = parser.parse_intermixed_args(argv)
-    if min(options.rounds, options.steps, *options.threads, 0) < 0 or 0 in options.threads:
-        raise ConfigError("--rounds, --steps and --threads must be at least 1.")
+    counts = (*options.threads, *options.tensors)
+    if min(options.rounds, options.steps, options.bytes, *counts, 0) < 0 or 0 in counts:
+        raise ConfigError("--rounds, --steps, --threads, --bytes and --tensors must be at least 1.")
     return options
 
 
@@ -77,6 +81,8 @@ def plan_of(options: argparse.Namespace) -> Plan:
         threads=options.threads,
         only=options.only,
         trace=options.trace,
+        num_bytes=options.bytes,
+        tensors=options.tensors,
     )
     folder.mkdir(parents=True)
     return plan

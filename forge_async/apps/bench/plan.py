@@ -37,6 +37,10 @@ class Plan:
     """`rules`: an events.jsonl to play instead of the seeded trace."""
     only: str = ""
     """`overlap`: "real" or "simulated" to leave the other out."""
+    num_bytes: float = 0.0
+    """Size of the model of `weights`; 0: the bench's own."""
+    tensors: tuple[int, ...] = ()
+    """Its numbers of tensors, a model each; none: the bench's own."""
 
     @classmethod
     def of(
@@ -51,6 +55,8 @@ class Plan:
         threads: Sequence[int] = (),
         only: str = "",
         trace: Path | None = None,
+        num_bytes: float = 0.0,
+        tensors: Sequence[int] = (),
     ) -> Plan:
         """Check the configuration and put the words of every run in order. Raises ConfigError."""
         words = (*(word for name in configs for word in ("--config", name)), "eval.num_prompts=0", *overrides)
@@ -64,6 +70,8 @@ class Plan:
             threads=tuple(threads),
             only=only,
             trace=trace,
+            num_bytes=num_bytes,
+            tensors=tuple(tensors),
         )
 
     def model_folder(self) -> Path:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from forge_async.apps.bench import overlap, simulated, start, trl
+from forge_async.apps.bench import overlap, simulated, start, trl, weights
 from forge_async.apps.bench.__main__ import BENCHES, ROUNDS_AND_STEPS, main, parse
 from forge_async.apps.bench.figures import (
     Stages,
@@ -21,7 +21,7 @@ from forge_async.apps.bench.processes import CpuLog
 from forge_async.apps.bench.runs import FinishedRun, run_process
 from forge_async.apps.bench.trl_environment import fingerprint
 from forge_async.config import Config
-from forge_async.core.errors import ForgeError
+from forge_async.core.errors import ConfigError, ForgeError
 
 STEPS = 10
 
@@ -272,3 +272,21 @@ class Case:
     """As much of a plan as `overlap.measure` looks at."""
 
     only: str
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "tensors", "expected"),
+    [
+        (0.0, (), [(300, 100_000_000), (20_000, 81_920_000)]),
+        (1e9, (), [(300, 1_000_000_000)]),
+        (1e9, (300, 20_000), [(300, 1_000_000_000), (20_000, 1_000_000_000)]),
+        (0.0, (5,), [(5, 100_000_000)]),
+    ],
+)
+def test_the_models_that_weights_moves_are_those_asked_for(num_bytes, tensors, expected):
+    assert [(each.num_tensors, each.num_bytes) for each in weights.workloads(num_bytes, tensors)] == expected
+
+
+def test_a_model_without_room_for_its_tensors_is_refused():
+    with pytest.raises(ConfigError, match="leaves less than 4 bytes to a tensor"):
+        weights.workloads(1000.0, (20_000,))

@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 import io
 import json
 import os
@@ -22,8 +23,9 @@ from tests.fakes import FakeAdmission, FakeReplay, FakeReplica, FakeWorkers, gro
 class Records:
     """A recorder and what it wrote."""
 
-    def __init__(self, folder, num_replicas=1):
+    def __init__(self, folder, num_replicas=1, mode="off"):
         self.folder = folder
+        self.terminal = io.StringIO()
         self.replicas = [FakeReplica(f"policy_{i}") for i in range(num_replicas)]
         self.recorder = Recorder(
             begun_s=0.5,
@@ -32,7 +34,7 @@ class Records:
             rollouts=RolloutLog(folder / "rollouts.jsonl.zst"),
             rollouts_per_step=2,
             tracer=Tracer(folder / "trace.json"),
-            progress=Progress(total_steps=3, mode="off", stream=io.StringIO()),
+            progress=Progress(total_steps=3, mode=mode, stream=self.terminal),
             replicas=self.replicas,
             workers=FakeWorkers(FakeReplay(1, 0), self.replicas),
         )
@@ -148,6 +150,16 @@ async def test_the_weights_way_stands_in_the_row_that_follows(tmp_path):
     assert (first["weights/publish_s"], first["weights/bytes"]) == (0.3, 64)
     assert (first["weights/pull_s"], first["weights/pause_s"]) == (pytest.approx(0.7), 0.2), "of the slowest replica"
     assert (second["weights/pull_s"], second["weights/pause_s"]) == (pytest.approx(0.2), 0.1)
+
+
+@pytest.mark.parametrize(("mode", "lines"), [("lines", 2), ("off", 0)])
+async def test_the_transport_and_its_rate_are_printed_once_for_each_replica(tmp_path, mode, lines):
+    records = Records(tmp_path, num_replicas=2, mode=mode)
+    pull = dataclasses.replace(make_pull(PolicyVersion(step=1), fetch_s=0.3, pause_s=0.1), num_bytes=2_000_000)
+    for replica in ("policy_0", "policy_1", "policy_0"):
+        records.recorder.pulled(replica, dataclasses.replace(pull, transport="shm"))
+    printed = records.terminal.getvalue().splitlines()
+    assert printed == [f"weights to policy_{i}: shm, 2 MB in 400 ms (5 MB/s)" for i in range(lines)]
 
 
 async def test_the_lag_counts_from_the_end_of_the_step_to_the_first_token_of_its_version(records):
