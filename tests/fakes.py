@@ -421,6 +421,9 @@ class FakeReplay:
     async def state(self) -> dict[str, float]:
         return {f"groups/{name}": 0 for name in ("admitted", "trained", "filtered", "failed", "expired", "cancelled")}
 
+    async def set_max_staleness(self, max_staleness: int) -> None:
+        self._max_staleness = max_staleness
+
     async def why(self) -> str:
         return f"{len(self._made)} groups are made"
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from forge_async.core.versions import PolicyVersion
+from forge_async.pipeline.auto_bound import AutoBound
 from forge_async.pipeline.evaluations import Evaluated, Evaluations
+from forge_async.pipeline.no_signal import NoSignal
+from forge_async.pipeline.observers import Observers
 from forge_async.pipeline.ports import Learner, Replay, Replica, Workers
 from forge_async.pipeline.publish import Publisher
 from forge_async.pipeline.recorder import Recorder
 from forge_async.pipeline.ring import Ring, RingSettings
 from forge_async.pipeline.settings import CheckpointSettings, EvalSettings
 from forge_async.pipeline.watchdog import Watchdog
+from forge_async.replay.auto_staleness import AutoStaleness
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,8 +53,13 @@ class Run:
         checkpoints_folder: Path,
         watchdog: Watchdog | None = None,
         evaluate_beside: bool = True,
+        max_fruitless_steps: int = sys.maxsize,
+        auto: AutoStaleness | None = None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`evaluate_beside` lets the loops go on during an evaluation.
+        """`auto` moves the bound on age as the run's stages ask for; `say` is told of each move.
+
+        `evaluate_beside` lets the loops go on during an evaluation.
 
         At S = 0 they must not: other requests in the engine change the last bits of log-probabilities (Law 3).
         """
@@ -60,6 +70,7 @@ class Run:
         self._beside: asyncio.TaskGroup | None = None
         self._folder = checkpoints_folder
         self._watchdog = watchdog or Watchdog()
+        self._auto, self._say = AutoBound(auto) if auto else None, say
         self._publisher = Publisher(learner, replay, keep_versions)
         self._ring = Ring(
             replay=replay,
@@ -67,7 +78,7 @@ class Run:
             replicas=replicas,
             workers=workers,
             publisher=self._publisher,
-            observer=recorder,
+            observer=Observers(recorder, NoSignal(max_fruitless_steps), *([self._auto] if self._auto else [])),
             settings=ring,
             after_step=self._after_step,
             watchdog=self._watchdog,
@@ -104,6 +115,9 @@ class Run:
         self.result.weights_sha256 = await self._learner.digest()
 
     async def _after_step(self, done: int) -> None:
+        if self._auto is not None and (move := self._auto.take_move()):
+            await self._replay.set_max_staleness(move.max_staleness)
+            self._say(move.why)
         if done == self._num_steps:
             return
         if self._eval_every and done % self._eval_every == 0:

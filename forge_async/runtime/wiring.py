@@ -83,6 +83,9 @@ class RemoteReplay:
     async def pulled(self, replica: str, step: int) -> None:
         await self._handle.pulled.call_one(replica, step)
 
+    async def set_max_staleness(self, max_staleness: int) -> None:
+        await self._handle.set_max_staleness.call_one(max_staleness)
+
     async def state(self) -> dict[str, float]:
         return await self._handle.state.call_one()
 

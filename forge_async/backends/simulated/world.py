@@ -99,6 +99,10 @@ class SimulatedCalls:
         await self._travel("remove_replica")
         await self._replay.remove_replica(replica)
 
+    async def set_max_staleness(self, max_staleness: int) -> None:
+        await self._travel("set_max_staleness")
+        await self._replay.set_max_staleness(max_staleness)
+
     async def state(self) -> dict[str, float]:
         await self._travel("state")
         return await self._replay.state()
