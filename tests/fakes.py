@@ -363,6 +363,7 @@ class FakeAdmission:
     index: int
     prompt_id: PromptId
     attempt: int = 0
+    fresh: bool = False
 
 
 class FakeReplay:

@@ -153,6 +153,7 @@ class GroupMaker:
             num_samples=self._group_size,
             seed=request_seed(self._run_seed, asked.admission.index, 0),
             sampling=self._sampling,
+            urgent=asked.admission.fresh,
         )
 
     async def _finish(

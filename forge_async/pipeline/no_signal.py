@@ -30,7 +30,7 @@ class NoSignal(Deaf):
         if self._num >= self._max_batches:
             raise FilterStallError(
                 f"The last {self._num} batches had nothing to learn from: within every group all rewards were equal, "
-                f"so that every advantage is 0 (async.max_filtered_batches={self._max_batches}). Choose prompts that the "
-                "model solves sometimes, raise group_size or sampling.temperature, or check the reward with "
+                f"so that every advantage is 0 (async.max_filtered_batches={self._max_batches}). Choose prompts that "
+                "the model solves sometimes, raise group_size or sampling.temperature, or check the reward with "
                 "`python -m forge_async.apps.check reward`."
             )

@@ -180,7 +180,10 @@ class Recorder:
         row = self._row(step, stats, reports)
         self._sink.write(step.step + 1, row)
         self._write_rollouts(step)
-        self._write_events(step.ranks[0].batch["indices"], "trained", "", step.ranks[0].batch["taken_s"])
+        batch = step.ranks[0].batch
+        self._write_events(batch["indices"], "trained", "", batch["taken_s"])
+        for index, outcome, reason in batch.get("ended", ()):
+            self._write_events([index], outcome, reason, None)
         self._write_trace(step, stats, reports)
         self._progress.step(row)
 
@@ -211,6 +214,7 @@ class Recorder:
             names.POLICY_BUSY: min(1.0, sum(each.service.busy_s for each in stats) / len(stats) / step_s),
             names.REWARD_BUSY: min(1.0, sum(report.score_s for report in reports) / len(reports) / step_s),
             "packing/useful_fraction": batch["tokens/computed"] / max(result.num_row_tokens, 1),
+            **_engine_figures(stats),
             names.ROLLOUTS_CUT: sum(report.num_cut for report in reports),
             names.GROUPS_SALVAGED: sum(report.num_salvaged for report in reports),
             **self._batch_figures(batch),
@@ -328,3 +332,16 @@ def transport_line(pull: Pull) -> str:
     """Which transport carried a pull, and at what rate."""
     megabytes, took_s = pull.num_bytes / 1e6, max(pull.fetch_s + pull.pause_s, 1e-9)
     return f"{pull.transport}, {megabytes:.3g} MB in {1e3 * took_s:.0f} ms ({megabytes / took_s:.3g} MB/s)"
+
+
+def _engine_figures(stats: Sequence[ReplicaStats]) -> dict[str, float]:
+    """How full the engines are, and what swaps have cost since the step before."""
+    swaps = [swap for each in stats for swap in each.service.swap_records]
+    return {
+        names.DISCARDED_TOKENS: sum(swap.discarded_tokens for swap in swaps),
+        names.RECOMPUTED_TOKENS: sum(swap.recomputed_tokens for swap in swaps),
+        names.KV_USAGE: max((each.kv_usage for each in stats), default=0.0),
+        names.QUEUED_REQUESTS: sum(each.num_queued for each in stats),
+        names.PREEMPTIONS: sum(each.num_preemptions for each in stats),
+        names.LIMIT_SEQUENCES: max((each.limit_sequences for each in stats), default=0),
+    }

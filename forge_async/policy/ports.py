@@ -39,6 +39,8 @@ class GenerationRequest:
     seed: int
     """Completion i draws from the stream `seed + i`."""
     sampling: Sampling
+    urgent: bool = False
+    """Whether a step waits for it: it enters the engine before requests that are not urgent."""
     prefix: Completions | None = None
     """What an earlier try has made, a row for each completion: rows that were cut go on from there (Law 4), the others
     are complete. The result has the whole rows. An engine itself never sees a prefix: it is taken apart before."""

@@ -187,6 +187,16 @@ async def test_an_evaluation_stands_in_the_row_after_its_end_with_the_versions_t
     assert (records.rows[1]["eval/oldest_version"], records.rows[1]["eval/newest_version"]) == (1, 2)
 
 
+async def test_groups_that_replay_ended_by_itself_are_told_as_it_ended_them(records):
+    admissions = [FakeAdmission(index=i, prompt_id=PromptId(source="fake", epoch=0, index=i)) for i in (7, 8)]
+    records.recorder.admitted(admissions, "policy_0")
+    records.step(0, 0)
+    records.recorder._steps[0].ranks[0].batch["ended"] = [(7, "expired", "too_old"), (8, "failed", "tries_used_up")]
+    await records.recorder.finish("the run ended")
+    told = {index: (event["outcome"], event["reason"]) for index, event in records.events.items()}
+    assert told == {0: ("trained", ""), 7: ("expired", "too_old"), 8: ("failed", "tries_used_up")}
+
+
 async def test_closing_needs_no_living_actor_and_may_be_repeated(records):
     records.recorder.admitted([FakeAdmission(index=0, prompt_id=PromptId(source="f", epoch=0, index=0))], "policy_0")
     records.recorder.close("the policy died")
