@@ -295,7 +295,7 @@ def test_a_model_without_room_for_its_tensors_is_refused():
 def test_the_figures_of_a_swap_mode_leave_out_the_first_steps_and_end_with_the_reward_reached():
     def row(step):
         return {
-            "step_s": 1.0, "weights/pause_s": 0.1, "weights/lag_s": 0.2, 
+            "step_s": 1.0, "weights/pause_s": 0.1, "weights/lag_s": 0.2,
             "policy/discarded_tokens": 4 if step > 3 else 99,
             "policy/recomputed_tokens": 6, "tokens/generated": 100, "staleness/mean": 1.5, "staleness/max": 2,
             "ratio/clip_fraction": 0.25, "reward/mean": step / 20,
