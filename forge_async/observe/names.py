@@ -81,6 +81,9 @@ GROUPS_SALVAGED = _sometimes("groups/salvaged", "groups", "groups that went on w
 ROLLOUTS_CUT = _sometimes("rollouts/cut", "rollouts", "rollouts cut off at rollout.timeout_s since the step before")
 GROUPS_CANCELLED = _sometimes("groups/cancelled", "groups", "groups cancelled since the step before")
 EVAL_SCORE = _sometimes("eval/score", "", "mean score on the held-out prompts, greedy; an evaluation that has ended")
+EVAL_LOW = _sometimes("eval/low", "", "lower end of that score's 95% interval")
+EVAL_HIGH = _sometimes("eval/high", "", "upper end of the same")
+EVAL_PASS_AT = _sometimes("eval/pass_at_<k>", "", "chance that one of k samples solves a held-out prompt, for each k")
 EVAL_OLDEST_VERSION = _sometimes("eval/oldest_version", "versions", "oldest version that made a token of its answers")
 EVAL_NEWEST_VERSION = _sometimes("eval/newest_version", "versions", "newest version that made a token of its answers")
 LEARNING_RATE = _sometimes("optimizer/lr", "", "learning rate of the step")
@@ -122,6 +125,11 @@ def check_row(row: Mapping[str, object]) -> None:
     missing = missing_names(row)
     if missing:
         raise ForgeError(f"The metrics row of step {row.get(STEP, '?')} lacks {', '.join(missing)}.")
+
+
+def eval_pass_at(k: int) -> str:
+    """The name of pass@k."""
+    return EVAL_PASS_AT.replace("<k>", str(k))
 
 
 def per_process(name: str, process: str) -> str:

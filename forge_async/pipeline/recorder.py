@@ -142,8 +142,11 @@ class Recorder:
         """Figures of an evaluation, for the next row."""
         self._evaluation = {
             names.EVAL_SCORE: found.score,
-            names.EVAL_OLDEST_VERSION: found.oldest_version,
-            names.EVAL_NEWEST_VERSION: found.newest_version,
+            names.EVAL_LOW: found.scores.greedy.low,
+            names.EVAL_HIGH: found.scores.greedy.high,
+            names.EVAL_OLDEST_VERSION: found.scores.oldest_version,
+            names.EVAL_NEWEST_VERSION: found.scores.newest_version,
+            **{names.eval_pass_at(each.k): each.estimate.mean for each in found.scores.pass_at},
         }
 
     async def run(self) -> None:

@@ -34,6 +34,15 @@ class EvalSettings:
         0, "evaluate each time this many steps are done; 0: only before and after", unit="steps", low=0
     )
     num_prompts: int = setting(200, "held-out prompts of an evaluation; 0: no evaluation at all", low=0)
+    samples: int = setting(
+        1, "completions drawn of each prompt for pass@k, as in training, beside the greedy one; 1: greedy only", low=1
+    )
+    k: list[int] = setting([], "the k of pass@k, none above eval.samples; empty: 1 and eval.samples")
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """Which pass@k are told, ascending; none without samples."""
+        return tuple(sorted(set(self.k or (1, self.samples)))) if self.samples > 1 else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +53,10 @@ class CheckpointSettings:
         0, "write a Hugging Face folder each time this many steps are done; 0: only at the end", unit="steps", low=0
     )
     keep: int = setting(3, "newest checkpoints to keep", low=1)
+    keep_best: bool = setting(
+        True,
+        "write one where an evaluation on the way begins, and keep that of the best greedy score beside the newest",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
