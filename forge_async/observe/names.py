@@ -67,6 +67,10 @@ WEIGHTS_LAG_S = _always("weights/lag_s", "s", "time from the end of a step to th
 WEIGHTS_BYTES = _always("weights/bytes", "bytes", "bytes that one version moved to the replicas")
 MISMATCH_KL = _always("mismatch/kl", "nats", "mean divergence of the sampler's and the learner's token probabilities")
 MISMATCH_LOGPROB_MAX = _always("mismatch/logprob_diff_max", "nats", "largest difference of a token's log-probability")
+MISMATCH_FRESH_KL = _sometimes(
+    "mismatch/fresh_kl", "nats", "the divergence over samples that the trained version made whole, where there are any"
+)
+MISMATCH_FRESH_MAX = _sometimes("mismatch/fresh_logprob_diff_max", "nats", "the largest difference over the same")
 CLIP_FRACTION = _always("ratio/clip_fraction", "", "share of the loss tokens whose importance ratio was clipped")
 RSS_BYTES = _always("memory/rss_bytes", "bytes", "resident memory of all processes; a process each below this name")
 SYNC_PEAK_BYTES = _always("memory/sync_peak_bytes", "bytes", "most extra memory of a weight sync; a process each below")

@@ -21,6 +21,14 @@ class RunSettings:
     start_timeout_s: float = setting(600.0, "longest time all processes may take to get ready", unit="s", low=1)
     step_timeout_s: float = setting(600.0, "longest wait for a batch, a step, a publication or a pull", unit="s", low=1)
     warn_after_s: float = setting(60.0, "a wait that lasts this long is told, with its cause", unit="s", low=0.1)
+    parity_alarm: float | str = setting(
+        "auto",
+        "warn when engine and learner differ by more in a token's log-probability, both at the same version; "
+        "auto: 1e-3 where both compute in float32, else 0.2",
+        unit="nats",
+        low=0,
+        words=("auto",),
+    )
     stop_timeout_s: float = setting(
         12.0, "longest time the processes may take to end before they are killed", unit="s", low=1
     )

@@ -16,6 +16,7 @@ from forge_async.observe.sinks import JsonlSink, read_metrics
 from forge_async.observe.trace import Tracer
 from forge_async.pipeline.estimates import Estimate
 from forge_async.pipeline.evaluations import Evaluated
+from forge_async.pipeline.parity_alarm import ParityAlarm
 from forge_async.pipeline.ports import PassAtK
 from forge_async.pipeline.publish import Publication
 from forge_async.pipeline.recorder import Recorder
@@ -200,6 +201,17 @@ async def test_an_evaluation_stands_in_the_row_after_its_end_with_the_versions_t
     assert (records.rows[1]["eval/oldest_version"], records.rows[1]["eval/newest_version"]) == (1, 2)
     assert (records.rows[1]["eval/low"], records.rows[1]["eval/high"]) == (0.375, 0.875)
     assert records.rows[1]["eval/pass_at_4"] == 0.5
+
+
+async def test_the_alarm_looks_at_every_row(records):
+    told = []
+    records.recorder._alarm = ParityAlarm(1e-3, told.append)
+    for step in range(3):
+        records.step(step, step)
+        figures = records.recorder._steps[-1].ranks[0].result.figures
+        figures["mismatch/fresh_logprob_diff_max"] = [1e-6, 0.5, 0.7][step]
+    await records.recorder.finish("the run ended")
+    assert len(told) == 1 and told[0].startswith("step 2: mismatch/fresh_logprob_diff_max=0.5")
 
 
 async def test_closing_needs_no_living_actor_and_may_be_repeated(records):
