@@ -67,6 +67,10 @@ WEIGHTS_LAG_S = _always("weights/lag_s", "s", "time from the end of a step to th
 WEIGHTS_BYTES = _always("weights/bytes", "bytes", "bytes that one version moved to the replicas")
 MISMATCH_KL = _always("mismatch/kl", "nats", "mean divergence of the sampler's and the learner's token probabilities")
 MISMATCH_LOGPROB_MAX = _always("mismatch/logprob_diff_max", "nats", "largest difference of a token's log-probability")
+MISMATCH_FRESH_KL = _sometimes(
+    "mismatch/fresh_kl", "nats", "the divergence over samples that the trained version made whole, where there are any"
+)
+MISMATCH_FRESH_MAX = _sometimes("mismatch/fresh_logprob_diff_max", "nats", "the largest difference over the same")
 CLIP_FRACTION = _always("ratio/clip_fraction", "", "share of the loss tokens whose importance ratio was clipped")
 RSS_BYTES = _always("memory/rss_bytes", "bytes", "resident memory of all processes; a process each below this name")
 SYNC_PEAK_BYTES = _always("memory/sync_peak_bytes", "bytes", "most extra memory of a weight sync; a process each below")
@@ -89,6 +93,9 @@ GROUPS_SALVAGED = _sometimes("groups/salvaged", "groups", "groups that went on w
 ROLLOUTS_CUT = _sometimes("rollouts/cut", "rollouts", "rollouts cut off at rollout.timeout_s since the step before")
 GROUPS_CANCELLED = _sometimes("groups/cancelled", "groups", "groups cancelled since the step before")
 EVAL_SCORE = _sometimes("eval/score", "", "mean score on the held-out prompts, greedy; an evaluation that has ended")
+EVAL_LOW = _sometimes("eval/low", "", "lower end of that score's 95% interval")
+EVAL_HIGH = _sometimes("eval/high", "", "upper end of the same")
+EVAL_PASS_AT = _sometimes("eval/pass_at_<k>", "", "chance that one of k samples solves a held-out prompt, for each k")
 EVAL_OLDEST_VERSION = _sometimes("eval/oldest_version", "versions", "oldest version that made a token of its answers")
 EVAL_NEWEST_VERSION = _sometimes("eval/newest_version", "versions", "newest version that made a token of its answers")
 LEARNING_RATE = _sometimes("optimizer/lr", "", "learning rate of the step")
@@ -130,6 +137,11 @@ def check_row(row: Mapping[str, object]) -> None:
     missing = missing_names(row)
     if missing:
         raise ForgeError(f"The metrics row of step {row.get(STEP, '?')} lacks {', '.join(missing)}.")
+
+
+def eval_pass_at(k: int) -> str:
+    """The name of pass@k."""
+    return EVAL_PASS_AT.replace("<k>", str(k))
 
 
 def per_process(name: str, process: str) -> str:

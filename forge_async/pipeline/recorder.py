@@ -17,6 +17,7 @@ from forge_async.observe.rollout_log import RolloutLog, RolloutRecord
 from forge_async.observe.sinks import MetricsSink
 from forge_async.observe.trace import Tracer
 from forge_async.pipeline.evaluations import Evaluated
+from forge_async.pipeline.parity_alarm import ParityAlarm
 from forge_async.pipeline.ports import (
     Admission,
     GroupRecord,
@@ -81,14 +82,16 @@ class Recorder:
         replicas: Sequence[Replica],
         workers: Workers,
         pids: Mapping[str, int] | None = None,
+        alarm: ParityAlarm | None = None,
     ) -> None:
         """`begun_s` is the wall clock at which the process started; all times of the records count from it.
 
-        `pids` are processes of this machine, by name, that report nothing themselves.
+        `pids` are processes of this machine, by name, that report nothing themselves; `alarm` looks at every row.
         """
         self._begun_s, self._sink, self._events, self._rollouts = begun_s, sink, events, rollouts
         self._rollouts_per_step, self._tracer, self._progress = rollouts_per_step, tracer, progress
         self._replicas, self._workers, self._pids = replicas, workers, dict(pids or {})
+        self._alarm = alarm
         self._known: dict[int, _Known] = {}
         self._weights = _Weights()
         self._totals: dict[str, float] = {}
@@ -142,8 +145,11 @@ class Recorder:
         """Figures of an evaluation, for the next row."""
         self._evaluation = {
             names.EVAL_SCORE: found.score,
-            names.EVAL_OLDEST_VERSION: found.oldest_version,
-            names.EVAL_NEWEST_VERSION: found.newest_version,
+            names.EVAL_LOW: found.scores.greedy.low,
+            names.EVAL_HIGH: found.scores.greedy.high,
+            names.EVAL_OLDEST_VERSION: found.scores.oldest_version,
+            names.EVAL_NEWEST_VERSION: found.scores.newest_version,
+            **{names.eval_pass_at(each.k): each.estimate.mean for each in found.scores.pass_at},
         }
 
     async def run(self) -> None:
@@ -186,6 +192,8 @@ class Recorder:
             self._write_events([index], outcome, reason, None)
         self._write_trace(step, stats, reports)
         self._progress.step(row)
+        if self._alarm is not None:
+            self._alarm.look(row)
 
     def _row(self, step: _Step, stats: Sequence[ReplicaStats], reports: Sequence[WorkerReport]) -> dict[str, float]:
         first, batch = step.ranks[0], step.ranks[0].batch

@@ -18,6 +18,7 @@ from forge_async.observe.run_directory import RunDirectory
 from forge_async.observe.sinks import CompositeSink, JsonlSink, MetricsSink, TensorBoardSink
 from forge_async.observe.trace import Tracer
 from forge_async.pipeline.collecting import CUT_TIMEOUT_S
+from forge_async.pipeline.parity_alarm import ParityAlarm, default_limit
 from forge_async.pipeline.recorder import Recorder
 from forge_async.pipeline.ring import RingSettings
 from forge_async.pipeline.run import Run, RunResult
@@ -88,6 +89,7 @@ class Launch:
             replicas=actors.replicas,
             workers=actors.workers,
             pids={"controller": os.getpid(), **actors.silent_pids},
+            alarm=ParityAlarm(_alarm_limit(config), self._warn),
         )
         return Run(
             replay=actors.replay,
@@ -121,6 +123,11 @@ class Launch:
     def _ready(self, name: str, _: float) -> None:
         self.startup[name] = time.time() - self._begun_s
         self._progress.phase(f"{name} ready", self.startup[name])
+
+
+def _alarm_limit(config: Config) -> float:
+    given = config.run.parity_alarm
+    return default_limit(config.policy.dtype, config.learner.dtype) if isinstance(given, str) else given
 
 
 async def _raise_on_death(wait_for_death: Callable) -> None:

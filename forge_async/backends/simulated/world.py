@@ -128,8 +128,8 @@ class SimulatedWorkers:
     async def make(self, admissions: Sequence[Admission], replica: str) -> list[GroupRecord]:
         return await make_and_hand_over(self._maker, admissions, self._policies[replica], replica, self._sink)
 
-    async def evaluate(self, num_prompts: int, replica: str, name: str) -> tuple[float, list[int]]:
-        return float("nan"), []
+    async def evaluate(self, num_prompts: int, replica: str, name: str) -> None:
+        return None
 
     async def stats(self) -> list[WorkerReport]:
         stats = self._maker.take_stats()
