@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from forge_async.backends.vllm_inside import Inside
+from forge_async.core import kept_sets
 from forge_async.core.errors import PolicyError, WeightsError
 from forge_async.core.packages import require
 from forge_async.core.records import Completions
@@ -38,6 +39,9 @@ CPU_ENVIRONMENT = {
     # vLLM compiles one function of its sampler even in eager mode, which costs half a minute on a cold machine.
     "TORCHDYNAMO_DISABLE": "1",
 }
+
+TIED_TOKENS = 16
+"""Room in a kept set beside top_k: where tokens share the k-th place, vLLM keeps all of them (on a CPU; on a GPU k)."""
 
 
 class VllmEngine:
@@ -74,6 +78,7 @@ class VllmEngine:
         self._engine = LLMEngine.from_engine_args(EngineArgs(**_arguments(model_folder, settings, seed, on_cpu)))
         self.build_s = time.perf_counter() - begun - self.import_s
         self._inside = Inside(self._engine)
+        self._vocab_size = int(self._engine.model_config.get_vocab_size())
         self._loads = itertools.count()
         self._stamp(version)
         self._torn: str = ""
@@ -97,7 +102,7 @@ class VllmEngine:
         finished, self._finished = self._finished, []
         if self._engine.has_unfinished_requests():
             finished += [
-                _result(output.request_id, output.outputs) for output in self._engine.step() if output.finished
+                self._result(output.request_id, output.outputs) for output in self._engine.step() if output.finished
             ]
         return finished
 
@@ -105,7 +110,7 @@ class VllmEngine:
         wanted = list(ids)
         results = [result for result in self._finished if result.id in wanted]
         self._finished = [result for result in self._finished if result.id not in wanted]
-        return results + [_result(id, rows) for id in wanted if (rows := self._inside.end(id))]
+        return results + [self._result(id, rows) for id in wanted if (rows := self._inside.end(id))]
 
     def num_unfinished(self) -> int:
         return self._engine.get_num_unfinished_requests() + len(self._finished)
@@ -146,7 +151,7 @@ class VllmEngine:
                 if output.finished and output.request_id == "score":
                     scored = output
                 elif output.finished:
-                    self._finished.append(_result(output.request_id, output.outputs))
+                    self._finished.append(self._result(output.request_id, output.outputs))
         rows = scored.prompt_logprobs or []
         return np.array([row[token].logprob for row, token in zip(rows[1:], ids[1:], strict=True)], dtype=np.float32)
 
@@ -190,10 +195,30 @@ class VllmEngine:
             max_tokens=sampling.max_new_tokens,
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=False,
-            logprobs=0,
+            # Those that were left out have a log-probability of -inf, so the likeliest tell which were kept.
+            logprobs=min(sampling.top_k + TIED_TOKENS, self._vocab_size) if sampling.leaves_out else 0,
+            flat_logprobs=sampling.leaves_out,
             detokenize=False,
             output_kind=self._final_only,
             skip_clone=True,  # made for this request alone
+        )
+
+    def _result(self, id: str, outputs: Any) -> GenerationResult:
+        """Turn vLLM's outputs of one request into columns."""
+        rows = sorted(outputs, key=lambda row: row.index)
+        lengths = np.array([len(row.token_ids) for row in rows], dtype=np.int32)
+        logprobs, kept_set = _logprobs(rows, self._vocab_size)
+        return GenerationResult(
+            id=id,
+            completions=Completions(
+                lengths=lengths,
+                token_ids=np.concatenate([np.asarray(row.token_ids, dtype=np.int32) for row in rows]),
+                logprobs=logprobs,
+                versions=VersionRuns.of(run for row in rows for run in _runs(row)),
+                truncated=np.array([row.finish_reason == "length" for row in rows]),
+                cut=np.array([row.finish_reason == "abort" for row in rows]),
+                kept_set=kept_set,
+            ),
         )
 
     def _model(self) -> Any:
@@ -226,6 +251,7 @@ def _arguments(model_folder: str, settings: PolicySettings, seed: int, on_cpu: b
         "block_size": settings.block_tokens,
         "enable_prefix_caching": settings.prefix_cache,
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,  # what is asked for is bounded by the request's top_k
         "disable_log_stats": True,
         "seed": seed,
     }
@@ -248,22 +274,18 @@ def _fused_parts(model: Any) -> Iterator[tuple[str, tuple[str, int, int]]]:
             start += rows
 
 
-def _result(id: str, outputs: Any) -> GenerationResult:
-    """Turn vLLM's outputs of one request into columns."""
-    rows = sorted(outputs, key=lambda row: row.index)
-    lengths = np.array([len(row.token_ids) for row in rows], dtype=np.int32)
-    logprobs = [entry[token].logprob for row in rows for token, entry in zip(row.token_ids, row.logprobs, strict=True)]
-    return GenerationResult(
-        id=id,
-        completions=Completions(
-            lengths=lengths,
-            token_ids=np.concatenate([np.asarray(row.token_ids, dtype=np.int32) for row in rows]),
-            logprobs=np.asarray(logprobs, dtype=np.float32),
-            versions=VersionRuns.of(run for row in rows for run in _runs(row)),
-            truncated=np.array([row.finish_reason == "length" for row in rows]),
-            cut=np.array([row.finish_reason == "abort" for row in rows]),
-        ),
-    )
+def _logprobs(rows: Sequence[Any], vocab_size: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """float32 [T], log-probabilities in vLLM's outputs, and int32 [T, K], kept sets where they were asked for."""
+    if isinstance(rows[0].logprobs, list):
+        entries = [entry[token] for row in rows for token, entry in zip(row.token_ids, row.logprobs, strict=True)]
+        return np.array([entry.logprob for entry in entries], dtype=np.float32), None
+    # Of each place the sampled token, then the likeliest ones.
+    flat = np.array([id for row in rows for id in row.logprobs.token_ids], dtype=np.int32)
+    num_tokens = sum(len(row.token_ids) for row in rows)
+    ids = flat.reshape(num_tokens, len(flat) // num_tokens if num_tokens else 2)
+    logprobs = np.array([x for row in rows for x in row.logprobs.logprobs], dtype=np.float32).reshape(ids.shape)
+    whole = ids.shape[1] == vocab_size + 1
+    return logprobs[:, 0].copy(), kept_sets.from_logprobs(ids[:, 1:], logprobs[:, 1:], is_whole=whole)
 
 
 def _runs(row: Any) -> Iterator[tuple[int, int, int]]:
