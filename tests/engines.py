@@ -59,14 +59,22 @@ class VllmSubject:
         return mixed_logprobs([(self._references[which], count) for which, count in reads], tokens)
 
 
-def request(id="a", prompt=PROMPT, *, n=1, seed=0, tokens=8, temperature=1.0, stop=(), top_p=1.0, top_k=0):
+def request(
+    id="a", prompt=PROMPT, *, n=1, seed=0, tokens=8, temperature=1.0, stop=(), top_p=1.0, top_k=0, texts=(), given=0
+):
     return GenerationRequest(
         id=id,
         prompt_token_ids=np.array(prompt, dtype=np.int32),
         num_samples=n,
+        num_given=given,
         seed=seed,
         sampling=Sampling(
-            max_new_tokens=tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop_token_ids=tuple(stop)
+            max_new_tokens=tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            stop_token_ids=tuple(stop),
+            stop_strings=tuple(texts),
         ),
     )
 

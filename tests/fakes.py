@@ -52,6 +52,7 @@ class _Running:
 
     rng: np.random.Generator
     last: int
+    given: list[int]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[PolicyVersion] = field(default_factory=list)
@@ -81,8 +82,11 @@ class FakeEngine:
             assert request.prefix is None
             assert request.id not in self._running
             self.log.append(("add", request.id))
-            last = int(request.prompt_token_ids[-1])
-            rows = [_Running(np.random.default_rng(request.seed + i), last) for i in range(request.num_samples)]
+            prompt = request.prompt_token_ids.tolist()
+            given = prompt[len(prompt) - request.num_given :]
+            rows = [
+                _Running(np.random.default_rng(request.seed + i), prompt[-1], given) for i in range(request.num_samples)
+            ]
             self._running[request.id] = (request, rows)
         return refused
 
@@ -147,7 +151,8 @@ class FakeEngine:
         row.logprobs.append(float(logprobs[token]))
         row.versions.append(self.version)
         row.last = token
-        stopped = token in sampling.stop_token_ids
+        text = FakeRenderer().decode([*row.given, *row.tokens]) if sampling.stop_strings else ""
+        stopped = token in sampling.stop_token_ids or any(each in text for each in sampling.stop_strings)
         row.truncated = not stopped and len(row.tokens) == sampling.max_new_tokens
         row.done = stopped or row.truncated
 

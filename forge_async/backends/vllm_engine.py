@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from forge_async.backends.hf_renderer import HfRenderer
 from forge_async.backends.vllm_inside import Inside
 from forge_async.core import kept_sets
 from forge_async.core.errors import PolicyError, WeightsError
@@ -27,6 +28,7 @@ from forge_async.core.records import Completions
 from forge_async.core.versions import PolicyVersion, VersionRuns
 from forge_async.policy.ports import GenerationRequest, GenerationResult, Occupancy
 from forge_async.policy.settings import PolicySettings
+from forge_async.policy.stop_strings import StopWatcher
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -51,7 +53,7 @@ class VllmEngine:
         """Build the engine with weights of no meaning; `load` brings the first real ones.
 
         Args:
-            model_folder: Hugging Face folder; only its configuration is read.
+            model_folder: Hugging Face folder; its configuration is read, and its tokenizer for stop strings.
             settings: sizes and dtype.
             version: what is stamped until the first load.
             seed: of draws whose request names none.
@@ -78,6 +80,9 @@ class VllmEngine:
         self._engine = LLMEngine.from_engine_args(EngineArgs(**_arguments(model_folder, settings, seed, on_cpu)))
         self.build_s = time.perf_counter() - begun - self.import_s
         self._inside = Inside(self._engine)
+        self._folder = model_folder
+        self._renderer: HfRenderer | None = None
+        """The tokenizer, once a stop string has asked for text."""
         self._vocab_size = int(self._engine.model_config.get_vocab_size())
         self._loads = itertools.count()
         self._stamp(version)
@@ -92,6 +97,8 @@ class VllmEngine:
         for request in requests:
             try:
                 self._enqueue(request.id, request.prompt_token_ids, self._params(request), salt=self._salt)
+                if request.sampling.stop_strings:
+                    self._inside.watch(request.id, lambda request=request: self._watcher(request))
             except self._refusals as error:
                 refused[request.id] = str(error)
         return refused
@@ -202,6 +209,13 @@ class VllmEngine:
             output_kind=self._final_only,
             skip_clone=True,  # made for this request alone
         )
+
+    def _watcher(self, request: GenerationRequest) -> StopWatcher:
+        """What ends one completion of a request at a stop string."""
+        if self._renderer is None:
+            self._renderer = HfRenderer(self._folder)
+        given = request.prompt_token_ids[len(request.prompt_token_ids) - request.num_given :]
+        return StopWatcher(self._renderer.decode, request.sampling.stop_strings, given.tolist())
 
     def _result(self, id: str, outputs: Any) -> GenerationResult:
         """Turn vLLM's outputs of one request into columns."""

@@ -166,6 +166,13 @@ def completion_fits(config: Config) -> str | None:
     return None
 
 
+def stop_strings_have_text(config: Config) -> str | None:
+    """Every text contains the empty one."""
+    if "" in config.sampling.stop:
+        return "sampling.stop has an empty text, which would end every completion at once; leave it out."
+    return None
+
+
 def kept_set_fits(config: Config) -> str | None:
     """What top-k keeps travels with each token."""
     keeps, most = config.sampling.top_k, config.sampling.max_kept_tokens
@@ -310,6 +317,7 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     group_has_baseline,
     completion_fits,
     kept_set_fits,
+    stop_strings_have_text,
     block_fits,
     engine_step_fits,
     concurrency_reads,

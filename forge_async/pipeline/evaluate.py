@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from forge_async.core.records import Prompt
@@ -27,7 +28,7 @@ async def evaluate(
 
     Returns the mean score and the steps of the versions that made the answers.
     """
-    greedy = Sampling(max_new_tokens=sampling.max_new_tokens, temperature=0.0, stop_token_ids=sampling.stop_token_ids)
+    greedy = dataclasses.replace(sampling, temperature=0.0)
     requests = [
         GenerationRequest(id=f"{name}/{i}", prompt_token_ids=prompt.token_ids, num_samples=1, seed=0, sampling=greedy)
         for i, prompt in enumerate(prompts)

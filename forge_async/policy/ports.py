@@ -27,6 +27,8 @@ class Sampling:
     """Sample among so many likeliest tokens; 0: among all."""
     stop_token_ids: tuple[int, ...] = ()
     """A completion ends with the first of these; that token belongs to the completion."""
+    stop_strings: tuple[str, ...] = ()
+    """A completion ends with the token that completes the first of these in its text; that token belongs to it."""
 
     def __post_init__(self) -> None:
         """Raise PolicyError for kept sets without a bound."""
@@ -55,6 +57,9 @@ class GenerationRequest:
     seed: int
     """Completion i draws from the stream `seed + i`."""
     sampling: Sampling
+    num_given: int = 0
+    """So many tokens at the prompt's end belong to the completion: an earlier try made them. Stop strings may begin
+    there."""
     prefix: Completions | None = None
     """What an earlier try has made, a row for each completion: rows that were cut go on from there (Law 4), the others
     are complete. The result has the whole rows. An engine itself never sees a prefix: it is taken apart before."""

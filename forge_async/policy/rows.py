@@ -131,6 +131,7 @@ class Continuation:
             id=f"{request.id}#{number}",
             prompt_token_ids=np.concatenate([request.prompt_token_ids, given]),
             num_samples=1,
+            num_given=len(given),
             seed=continued_seed(request.seed + number, len(given)),
             sampling=dataclasses.replace(sampling, max_new_tokens=sampling.max_new_tokens - len(given)),
         )

@@ -39,6 +39,7 @@ class SamplingSettings:
     max_kept_tokens: int = setting(
         64, "most tokens that top_p or top_k may keep; 4 bytes for each travel with a sampled token", low=1
     )
+    stop: list[str] = setting([], "texts that end a completion, beside the model's end tokens; they stay in it")
 
     @property
     def effective_top_k(self) -> int:
@@ -53,4 +54,5 @@ class SamplingSettings:
             top_p=self.top_p,
             top_k=self.effective_top_k,
             stop_token_ids=stop_token_ids,
+            stop_strings=tuple(self.stop),
         )

@@ -81,6 +81,7 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
         {"sampling.max_new_tokens": 64},
         ["sampling.max_new_tokens=64", "policy.max_model_tokens=64", "policy.max_model_tokens=128"],
     ),
+    (c.stop_strings_have_text, {"sampling.stop": ["\n", ""]}, ["sampling.stop", "empty"]),
     (c.kept_set_fits, {"sampling.top_k": 100}, ["sampling.top_k=100", "sampling.max_kept_tokens=100", "400 bytes"]),
     (c.block_fits, {"policy.block_tokens": 48}, ["policy.block_tokens=48", "32", "policy.block_tokens=64"]),
     (c.block_fits, {"policy.block_tokens": 20, "job.gpus_per_host": 2}, ["policy.block_tokens=32"]),

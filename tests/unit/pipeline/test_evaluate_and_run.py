@@ -45,7 +45,7 @@ class ServicePolicy:
         return await self._service.collect(self._tickets[ticket], linger_s)
 
 
-async def evaluated(rewards, num_prompts=3):
+async def evaluated(rewards, num_prompts=3, **sampling):
     service = RequestService(lambda: FakeEngine(version=PolicyVersion(step=4)))
     await service.start()
     try:
@@ -54,7 +54,7 @@ async def evaluated(rewards, num_prompts=3):
             ServicePolicy(service),
             renderer=FakeRenderer(),
             scorer=rewards,
-            sampling=Sampling(max_new_tokens=5, temperature=1.0, stop_token_ids=(2,)),
+            sampling=Sampling(max_new_tokens=5, temperature=1.0, stop_token_ids=(2,), **sampling),
             name="eval before",
         )
     finally:
@@ -69,6 +69,16 @@ async def test_an_evaluation_is_greedy_and_tells_which_version_answered():
     await evaluated(again)
     assert [call.completion for call in again.calls] == first
     assert all(1 <= len(completion) <= 5 for completion in first)
+
+
+async def test_an_evaluation_leaves_nothing_out_but_ends_at_stop_strings():
+    plain, narrow, stopped = FakeRewards(), FakeRewards(), FakeRewards()
+    await evaluated(plain)
+    await evaluated(narrow, top_p=0.5, top_k=2)
+    assert [call.completion for call in narrow.calls] == [call.completion for call in plain.calls]
+    first = plain.calls[0].completion
+    await evaluated(stopped, stop_strings=(first[:2],))
+    assert len(first) > 2 and stopped.calls[0].completion == first[:2] and not stopped.calls[0].truncated
 
 
 async def test_a_reward_that_fails_on_a_held_out_prompt_is_named():

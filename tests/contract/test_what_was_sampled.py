@@ -1,4 +1,4 @@
-"""What was sampled is what is trained, with top-p and top-k: the engine's kept sets, and the learner's use of them."""
+"""What was sampled is what is trained: kept sets of top-p and top-k, ends of completions, and the learner's ratio."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from forge_async.core.versions import PolicyVersion
 from forge_async.rollout.samples import samples_of_turn
 from tests.contract.test_learner import free_port, share
 from tests.engines import PROMPT, VERSIONS, VllmSubject, finish, generate, request, rows
+from tests.fakes import FakeRenderer
 from tests.models import make_model
 
 pytestmark = pytest.mark.timeout(180)
@@ -134,6 +135,63 @@ def test_a_token_whose_set_is_too_large_is_not_trained_on(engine, engine_subject
     assert samples.num_loss_tokens == (~unknown).sum()
 
 
+def greedy(engine, prompt=PROMPT, **how):
+    return generate(engine, request(prompt=prompt, temperature=0.0, **{"tokens": 12, **how}))["a"]
+
+
+def test_a_completion_whose_first_token_ends_it_has_that_token_alone(engine):
+    (tokens,) = rows(greedy(engine))
+    completions = greedy(engine, stop=(tokens[0],))
+    assert (rows(completions), completions.truncated.tolist()) == ([tokens[:1]], [False])
+    samples = samples_of_turn(np.array(PROMPT, np.int32), completions, np.ones(1, np.float32))
+    assert samples.lengths.tolist() == [len(PROMPT) + 1] and np.flatnonzero(samples.loss_mask).tolist() == [len(PROMPT)]
+
+
+def test_a_stop_token_in_the_last_place_is_no_truncation(engine):
+    (tokens,) = rows(greedy(engine))
+    end = tokens.index(tokens[3]) + 1
+    for tokens_at_most, truncated in ((end, False), (end + 1, False), (end - 1, True)):
+        if tokens_at_most:
+            completions = greedy(engine, stop=(tokens[3],), tokens=tokens_at_most)
+            assert rows(completions) == [tokens[: min(tokens_at_most, end)]]
+            assert completions.truncated.tolist() == [truncated]
+
+
+def text_of(tokens):
+    return FakeRenderer().decode(tokens)
+
+
+def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(engine):
+    made = rows(generate(engine, request(n=4, tokens=20))["a"])
+    text = next(text_of(row[at : at + 2]) for row in made for at in (6,) if min(row[at : at + 2]) >= 3)
+    ends = [next((end for end in range(1, 21) if text in text_of(row[:end])), 20) for row in made]
+    assert min(ends) < 20
+    completions = generate(engine, request(n=4, tokens=20, texts=("never said", text)))["a"]
+    assert rows(completions) == [row[:end] for row, end in zip(made, ends, strict=True)]
+    assert completions.truncated.tolist() == [text not in text_of(row) for row in made]
+    assert not completions.cut.any() and engine.num_unfinished() == 0
+    assert completions.versions.num_tokens == len(completions.logprobs) == sum(ends)
+
+
+def test_a_stop_string_may_begin_in_what_was_made_before_but_not_in_the_prompt(engine):
+    (tokens,) = rows(greedy(engine))
+    assert min(tokens[3:5]) >= 3
+    text = text_of(tokens[3:5])
+    continued = [*PROMPT, *tokens[:4]]
+    assert rows(greedy(engine, continued, tokens=3, texts=(text,), given=4)) == [tokens[4:5]]
+    unaware = rows(greedy(engine, continued, tokens=3, texts=(text,)))[0]
+    assert len(unaware) == 3 and unaware[0] == tokens[4]
+
+
+def test_kept_sets_end_where_a_stop_string_does(engine):
+    whole = generate(engine, request(n=2, tokens=20, top_k=6))["a"]
+    text = text_of(rows(whole)[0][5:7])
+    ended = generate(engine, request(n=2, tokens=20, top_k=6, texts=(text,)))["a"]
+    for long, short in zip(rows(whole, "kept_set"), rows(ended, "kept_set"), strict=True):
+        assert short == long[: len(short)]
+    assert len(ended.kept_set) == ended.lengths.sum() < whole.lengths.sum()
+
+
 @pytest.fixture(scope="module")
 def ends(engine_child, tmp_path_factory):
     """A vLLM engine and a learner of the same model: one process for both would share threads, so each has its own."""
@@ -145,15 +203,15 @@ def ends(engine_child, tmp_path_factory):
     child.close()
 
 
-def sampled(subject, way, *, tokens=24, num_prompts=3) -> Samples:
+def sampled(subject, way, *, tokens=24, num_prompts=3, n=4) -> Samples:
     """What the engine draws with the first weights, as samples of advantages of both signs."""
     subject.engine.load(subject.weights[0], PolicyVersion(step=next(VERSIONS)))
     prompts = [PROMPT[: 3 + i] for i in range(num_prompts)]
     made: dict[str, Completions] = generate(
         subject.engine,
-        *(request(str(i), prompt, n=4, seed=4096 * i, tokens=tokens, **way) for i, prompt in enumerate(prompts)),
+        *(request(str(i), prompt, n=n, seed=4096 * i, tokens=tokens, **way) for i, prompt in enumerate(prompts)),
     )
-    signs = np.array([1.0, -1.0, 0.5, -0.5], np.float32)
+    signs = np.resize(np.array([1.0, -1.0, 0.5, -0.5], np.float32), n)
     return Samples.concat(
         [samples_of_turn(np.array(prompt, np.int32), made[str(i)], signs) for i, prompt in enumerate(prompts)]
     )
@@ -189,3 +247,21 @@ def test_how_samples_with_kept_sets_are_laid_out_changes_nothing(ends):
     assert other.loss == pytest.approx(one.loss, rel=1e-5, abs=1e-6)
     assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
     assert other.figures == pytest.approx(one.figures, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.stack
+def test_an_end_token_that_is_also_the_padding_is_trained_on_where_it_was_sampled(ends):
+    """Token 0 is what rows are padded with, and the tokenizer's padding; here it ends completions too."""
+    samples = sampled(ends[0], {"stop": (0,), "top_k": 90}, n=24)
+    last = samples.bounds()[1:] - 1
+    ended = samples.token_ids[last] == 0
+    assert ended.sum() > 3 and samples.loss_mask[last].all()
+    assert int((samples.token_ids[samples.loss_mask] == 0).sum()) == ended.sum()
+    results = [
+        learner_of(ends, lr=1e-4, **layout).train(share(samples))
+        for layout in ({"row_tokens": 128}, {"row_tokens": 8, "micro_batch_tokens": 8})
+    ]
+    for result in results:
+        assert result.logprob_diff_max < 1e-5 and result.num_loss_tokens == samples.num_loss_tokens
+    assert results[1].loss == pytest.approx(results[0].loss, rel=1e-5, abs=1e-6)
+    assert results[1].grad_norm == pytest.approx(results[0].grad_norm, rel=1e-4)
