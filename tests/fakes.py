@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from forge_async.core import kept_sets
 from forge_async.core.clock import within
 from forge_async.core.errors import NonFiniteError, PolicyError, WeightsError
 from forge_async.core.records import Completions, Prompt, PromptId
@@ -52,9 +53,11 @@ class _Running:
 
     rng: np.random.Generator
     last: int
+    given: list[int]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[PolicyVersion] = field(default_factory=list)
+    kept_sets: list[np.ndarray] = field(default_factory=list)
     truncated: bool = False
     done: bool = False
 
@@ -80,8 +83,11 @@ class FakeEngine:
             assert request.prefix is None
             assert request.id not in self._running
             self.log.append(("add", request.id))
-            last = int(request.prompt_token_ids[-1])
-            rows = [_Running(np.random.default_rng(request.seed + i), last) for i in range(request.num_samples)]
+            prompt = request.prompt_token_ids.tolist()
+            given = prompt[len(prompt) - request.num_given :]
+            rows = [
+                _Running(np.random.default_rng(request.seed + i), prompt[-1], given) for i in range(request.num_samples)
+            ]
             self._running[request.id] = (request, rows)
         return refused
 
@@ -133,22 +139,28 @@ class FakeEngine:
 
     def _advance(self, row: _Running, sampling: Sampling) -> None:
         if sampling.temperature > 0:
-            logprobs = log_softmax(self.table[row.last] / sampling.temperature)
+            logits = self.table[row.last] / sampling.temperature
+            logprobs = log_softmax(_without_left_out(logits, sampling) if sampling.leaves_out else logits)
             token = int(np.argmax(logprobs + row.rng.gumbel(size=len(logprobs))))
         else:
             logprobs = log_softmax(self.table[row.last])
             token = int(np.argmax(logprobs))
         row.tokens.append(token)
+        if sampling.leaves_out:
+            order = np.argsort(-logprobs, kind="stable")
+            row.kept_sets.append(kept_sets.from_logprobs(order[None], logprobs[order][None], is_whole=True))
         row.logprobs.append(float(logprobs[token]))
         row.versions.append(self.version)
         row.last = token
-        stopped = token in sampling.stop_token_ids
+        text = FakeRenderer().decode([*row.given, *row.tokens]) if sampling.stop_strings else ""
+        stopped = token in sampling.stop_token_ids or any(each in text for each in sampling.stop_strings)
         row.truncated = not stopped and len(row.tokens) == sampling.max_new_tokens
         row.done = stopped or row.truncated
 
 
 def _result_of(id: str, rows: Sequence[_Running]) -> GenerationResult:
     versions = [version for row in rows for version in row.versions]
+    sets = [kept_set for row in rows for kept_set in row.kept_sets]
     return GenerationResult(
         id=id,
         completions=Completions(
@@ -158,8 +170,19 @@ def _result_of(id: str, rows: Sequence[_Running]) -> GenerationResult:
             versions=VersionRuns.of((1, version.step, version.incarnation) for version in versions),
             truncated=np.array([row.truncated for row in rows]),
             cut=np.array([not row.done for row in rows]),
+            kept_set=kept_sets.lay_together(sets, [1] * len(sets)),
         ),
     )
+
+
+def _without_left_out(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
+    """Logits with -inf for what top-k, and then top-p, leaves out."""
+    order = np.argsort(-logits, kind="stable")[: sampling.top_k or None]
+    before = np.cumsum(np.exp(log_softmax(logits[order]))) - np.exp(log_softmax(logits[order]))
+    left = np.full_like(logits, -np.inf)
+    chosen = order[before < sampling.top_p]
+    left[chosen] = logits[chosen]
+    return left
 
 
 class FakeLearner:

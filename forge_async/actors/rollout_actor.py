@@ -15,7 +15,7 @@ from forge_async.pipeline.hand_over import make_and_hand_over
 from forge_async.pipeline.make_groups import GroupMaker
 from forge_async.pipeline.ports import Admission, EvalScores, GroupRecord, WorkerReport
 from forge_async.pipeline.settings import EvalSettings
-from forge_async.policy.ports import GenerationRequest, GenerationResult, Sampling
+from forge_async.policy.ports import GenerationRequest, GenerationResult
 from forge_async.policy.settings import SamplingSettings
 from forge_async.prompt.ports import PromptSource, Renderer
 from forge_async.prompt.settings import TaskSettings
@@ -62,13 +62,7 @@ class RolloutActor(ForgeActor):
         check_prompts_fit(task, plan.sampling.max_new_tokens, plan.max_model_tokens)
         self._source: PromptSource = task.source
         self._renderer: Renderer = task.renderer
-        self._sampling = Sampling(
-            max_new_tokens=plan.sampling.max_new_tokens,
-            temperature=plan.sampling.temperature,
-            top_p=plan.sampling.top_p,
-            top_k=plan.sampling.top_k,
-            stop_token_ids=task.renderer.stop_token_ids,
-        )
+        self._sampling = plan.sampling.until(task.renderer.stop_token_ids)
         self._rewards = ProcessRewardPool(
             task.reward, num_workers=plan.rollout.reward_workers, timeout_s=plan.reward_timeout_s
         )

@@ -109,7 +109,10 @@ async def talk(model: Model, options: argparse.Namespace) -> None:
     await service.start()
     try:
         sampling = Sampling(
-            max_new_tokens=new_tokens, temperature=options.temperature, stop_token_ids=renderer.stop_token_ids
+            max_new_tokens=new_tokens,
+            temperature=options.temperature,
+            stop_token_ids=renderer.stop_token_ids,
+            stop_strings=tuple(model.config.sampling.stop),
         )
         answers = Answers(service, renderer, sampling, model.config.task.system, options.seed, settings)
         if options.prompts:

@@ -12,13 +12,15 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
+from forge_async.learner.kept_terms import kept_terms
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
     """What a pass gave, of each token's successor."""
 
     logprobs: torch.Tensor
-    """[B, L] float32: of the targets, after temperature."""
+    """[B, L] float32: of the targets, after temperature, over the kept sets where there are any."""
     entropy: torch.Tensor | None
     """[B, L] float32, in nats, where it was asked for."""
 
@@ -28,7 +30,8 @@ def forward(model: Any, columns: dict[str, torch.Tensor], temperature: float, *,
 
     Args:
         model: torchtitan's, whole or sharded; collective when sharded.
-        columns: token_ids, positions and targets, int64 [B, L].
+        columns: token_ids, positions and targets, int64 [B, L]; kept_set, int64 [B, L, K], where the sampler left
+            tokens out.
         temperature: logits are divided by it.
         entropy: "none", "figure" (without gradient) or "gradient".
     """
@@ -37,6 +40,10 @@ def forward(model: Any, columns: dict[str, torch.Tensor], temperature: float, *,
     logits = model(columns["token_ids"], attention_masks=masks, positions=positions)
     if isinstance(logits, DTensor):
         logits = logits.full_tensor()
+    if "kept_set" in columns:
+        logprobs, found = kept_terms(logits, columns["targets"], columns["kept_set"], temperature)
+        wanted = {"none": None, "figure": found.detach(), "gradient": found}
+        return Forward(logprobs=logprobs, entropy=wanted[entropy])
     logits = logits.float() if temperature == 1.0 else logits.float() / temperature
     logprobs = -cross_entropy(logits.flatten(0, 1), columns["targets"].flatten(), reduction="none")
     found = None

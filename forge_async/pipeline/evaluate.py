@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,9 +59,7 @@ class Evaluator:
         )
 
     def _greedy(self, prompt: Prompt, id: str) -> GenerationRequest:
-        sampling = Sampling(
-            max_new_tokens=self.sampling.max_new_tokens, temperature=0.0, stop_token_ids=self.sampling.stop_token_ids
-        )
+        sampling = dataclasses.replace(self.sampling, temperature=0.0)
         return GenerationRequest(id=id, prompt_token_ids=prompt.token_ids, num_samples=1, seed=0, sampling=sampling)
 
     def _samples(self, prompt: Prompt, number: int, id: str) -> GenerationRequest:

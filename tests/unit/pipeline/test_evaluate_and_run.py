@@ -47,14 +47,14 @@ class ServicePolicy:
         return await self._service.collect(self._tickets[ticket], linger_s)
 
 
-async def evaluated(rewards, num_prompts=3, **settings):
+async def evaluated(rewards, num_prompts=3, sampling=None, **settings):
     service = RequestService(lambda: FakeEngine(version=PolicyVersion(step=4)))
     await service.start()
     try:
         evaluator = Evaluator(
             renderer=FakeRenderer(),
             scorer=rewards,
-            sampling=Sampling(max_new_tokens=5, temperature=1.0, stop_token_ids=(2,)),
+            sampling=Sampling(max_new_tokens=5, temperature=1.0, stop_token_ids=(2,), **sampling or {}),
             settings=EvalSettings(**settings),
             seed=0,
         )
@@ -94,6 +94,16 @@ async def test_samples_give_pass_at_k_beside_the_greedy_answers():
 @pytest.mark.parametrize(("samples", "k", "ks"), [(1, [], ()), (8, [], (1, 8)), (8, [4, 2, 4], (2, 4))])
 def test_which_pass_at_k_are_told(samples, k, ks):
     assert EvalSettings(samples=samples, k=k).ks == ks
+
+
+async def test_an_evaluation_leaves_nothing_out_but_ends_at_stop_strings():
+    plain, narrow, stopped = FakeRewards(), FakeRewards(), FakeRewards()
+    await evaluated(plain)
+    await evaluated(narrow, sampling={"top_p": 0.5, "top_k": 2})
+    assert [call.completion for call in narrow.calls] == [call.completion for call in plain.calls]
+    first = plain.calls[0].completion
+    await evaluated(stopped, sampling={"stop_strings": (first[:2],)})
+    assert len(first) > 2 and stopped.calls[0].completion == first[:2] and not stopped.calls[0].truncated
 
 
 async def test_a_reward_that_fails_on_a_held_out_prompt_is_named():
