@@ -72,7 +72,7 @@ def default_tolerance(config: Config, num_parameters: int) -> float:
 
 
 def plan_of(config: Config, folder: Path) -> ParityPlan:
-    """What is compared: completions of the first held-out prompts of the task."""
+    """What is compared: completions of the first held-out prompts of the task, drawn from the whole vocabulary."""
     task = open_task(
         str(folder), config.task, prompts=config.root.prompts, reward=config.root.reward, seed=config.root.seed
     )
@@ -80,7 +80,7 @@ def plan_of(config: Config, folder: Path) -> ParityPlan:
     prompts = task.source.held_out(NUM_PROMPTS)
     if not prompts:
         raise ConfigError(f"{task.source.name} has no held-out prompts to compare on; raise task.held_out_fraction.")
-    sampling = config.sampling.until(task.renderer.stop_token_ids)
+    sampling = dataclasses.replace(config.sampling, top_p=1.0, top_k=0).until(task.renderer.stop_token_ids)
     return ParityPlan(
         folder=folder,
         prompts=[prompt.token_ids for prompt in prompts],

@@ -59,7 +59,7 @@ class Evaluator:
         )
 
     def _greedy(self, prompt: Prompt, id: str) -> GenerationRequest:
-        sampling = dataclasses.replace(self.sampling, temperature=0.0)
+        sampling = dataclasses.replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0)
         return GenerationRequest(id=id, prompt_token_ids=prompt.token_ids, num_samples=1, seed=0, sampling=sampling)
 
     def _samples(self, prompt: Prompt, number: int, id: str) -> GenerationRequest:

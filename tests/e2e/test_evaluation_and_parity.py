@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ def test_a_run_is_evaluated_on_its_way_and_policy_learner_and_transformers_agree
     words = [
         f"model.path={tiny_model}", "task.name=sum", "groups_per_step=8", "group_size=4", "steps=6", "optimizer.lr=0",
         "eval.every_steps=2", "eval.num_prompts=20", "eval.samples=4", "checkpoint.keep=1", "async.max_staleness=1",
+        "advantage.zero_variance=keep",
     ]  # fmt: skip
     ours = run(tmp_path, words)
     assert ours.code == 0, ours.output
@@ -42,7 +44,9 @@ def test_a_run_is_evaluated_on_its_way_and_policy_learner_and_transformers_agree
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-000002", "step-000006"]
     assert ours.summary["checkpoint/best"] == str(folder / "step-000002") == str((folder / "best").resolve())
 
-    assert all(row["mismatch/logprob_diff_max"] < 1e-4 for row in ours.rows), "at a learning rate of 0 nothing drifts"
+    assert all(0 < row["mismatch/logprob_diff_max"] < 1e-4 for row in ours.rows), (
+        "at a learning rate of 0 nothing drifts"
+    )
     assert ours.rows[0]["mismatch/fresh_logprob_diff_max"] == ours.rows[0]["mismatch/logprob_diff_max"]
     assert "warning" not in ours.output
 
@@ -57,8 +61,6 @@ def test_a_run_is_evaluated_on_its_way_and_policy_learner_and_transformers_agree
 
 
 def test_a_doctor_that_is_killed_takes_its_processes_along(tmp_path: Path, tiny_model: Path) -> None:
-    import time
-
     command = [sys.executable, "-m", "forge_async.apps.doctor", "parity", "task.name=sum", f"model.path={tiny_model}"]
     with subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.DEVNULL) as doctor:
         deadline = time.monotonic() + 60

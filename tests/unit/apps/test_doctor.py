@@ -50,9 +50,12 @@ def test_larger_models_may_differ_by_more(tmp_path: Path) -> None:
 
 
 def test_the_plan_samples_the_tasks_prompts_as_training_does(tmp_path: Path) -> None:
-    config = Config().replace({"sampling.temperature": 0.7, "sampling.max_new_tokens": 30, "task.name": "sum"})
+    config = Config().replace(
+        {"sampling.temperature": 0.7, "sampling.top_p": 0.9, "sampling.max_new_tokens": 30, "task.name": "sum"}
+    )
     plan = plan_of(config, fake_model(tmp_path))
     assert len(plan.prompts) == 8
+    assert (plan.sampling.top_p, plan.sampling.top_k) == (1.0, 0), "a kept set is the sampler's own"
     assert (plan.sampling.temperature, plan.sampling.max_new_tokens, plan.sampling.stop_token_ids) == (0.7, 16, (2,))
 
 
