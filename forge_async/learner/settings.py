@@ -26,6 +26,12 @@ class LearnerSettings:
     dtype: str = setting("float32", "dtype of the forward and backward pass", choices=("float32", "bfloat16"))
     row_tokens: int = setting(64, "tokens of a packed row; grows to the longest sample", unit="tokens", low=8)
     micro_batch_tokens: int = setting(2048, "tokens of one forward and backward pass on a rank", unit="tokens", low=8)
+    logit_chunk_tokens: int = setting(
+        2048,
+        "tokens whose logits are held at a time; a micro-batch of more is cut, and the logits are made twice",
+        unit="tokens",
+        low=1,
+    )
     updates_per_batch: int = setting(
         1,
         "optimiser steps on each batch, all of it each time; every one after the first adds a step to the samples' age",
