@@ -41,7 +41,7 @@ from forge_async.learner.figures import step_figures, total_loss
 from forge_async.learner.inputs import LossInputs
 from forge_async.learner.loss import Loss, LossTerms
 from forge_async.learner.ports import StepResult
-from forge_async.learner.rows import COLUMNS, Rows, build_micro_batches, empty_rows, sequence_rows
+from forge_async.learner.rows import COLUMNS, Layout, Rows, build_micro_batches, sequence_rows
 from forge_async.learner.settings import LearnerSettings, OptimizerSettings
 from forge_async.learner.token_scores import Wanted
 from forge_async.learner.totals import NOBODY, Figures, StepTotals, first_bad_sample, merge_updates, not_finite
@@ -86,6 +86,11 @@ class TitanLearner:
         """
         self.version = version or PolicyVersion()
         self._folder, self._loss, self._settings, self._optimizer_settings = model_folder, loss, learner, optimizer
+        self._layout = Layout(
+            row_tokens=learner.row_tokens,
+            micro_batch_tokens=learner.micro_batch_tokens,
+            attention_tokens=learner.attention_tokens,
+        )
         self._wanted = Wanted(temperature=temperature, chunk_tokens=learner.logit_chunk_tokens)
         self._publish_dtype: torch.dtype = getattr(torch, publish_dtype)
         if titan_cpu.ON_CPU:
@@ -122,8 +127,7 @@ class TitanLearner:
 
     def train(self, share: Share) -> StepResult:
         begun, counts = time.perf_counter(), share.counts
-        batches = build_micro_batches(share.samples, self._settings.row_tokens, self._settings.micro_batch_tokens)
-        batches += [empty_rows()] * (self._most_over_ranks(len(batches)) - len(batches))
+        batches = build_micro_batches(share.samples, self._layout, self._most_over_ranks)
         known = self._values.targets(batches, self._old_values) if self._values else [{} for _ in batches]
         updates, grad_norm = [], 0.0
         for update in range(self._settings.updates_per_batch):
