@@ -23,7 +23,8 @@ from forge_async.core.records import Completions, Prompt, PromptId
 from forge_async.core.versions import PolicyVersion, VersionRuns
 from forge_async.learner.batch import Share
 from forge_async.learner.ports import StepResult
-from forge_async.pipeline.ports import GroupRecord, LearnerStep, Pull, ReplicaStats, WorkerReport
+from forge_async.pipeline.estimates import Estimate
+from forge_async.pipeline.ports import EvalScores, GroupRecord, LearnerStep, Pull, ReplicaStats, WorkerReport
 from forge_async.policy.ports import GenerationRequest, GenerationResult, Occupancy, Sampling
 from forge_async.policy.service import ServiceStats
 from forge_async.reward.ports import RewardCall, RewardFault, RewardOutcome
@@ -378,6 +379,17 @@ def step_result(**fields: Any) -> StepResult:
     return StepResult(**plain | {"num_loss_tokens": 0, "num_row_tokens": 0} | fields)
 
 
+def eval_scores(score: float, versions: tuple[int, int] = (0, 0), **fields: Any) -> EvalScores:
+    """What an evaluation of 2 prompts found, without samples unless `fields` say so."""
+    return EvalScores(
+        **{"num_samples": 0, "sampled": None, "pass_at": ()} | fields,
+        num_prompts=2,
+        greedy=Estimate(mean=score, low=score / 2, high=(1 + score) / 2),
+        oldest_version=versions[0],
+        newest_version=versions[1],
+    )
+
+
 # The remote ends that the ring calls.
 
 
@@ -386,6 +398,7 @@ class FakeAdmission:
     index: int
     prompt_id: PromptId
     attempt: int = 0
+    fresh: bool = False
 
 
 class FakeReplay:
@@ -443,6 +456,9 @@ class FakeReplay:
 
     async def state(self) -> dict[str, float]:
         return {f"groups/{name}": 0 for name in ("admitted", "trained", "filtered", "failed", "expired", "cancelled")}
+
+    async def set_max_staleness(self, max_staleness: int) -> None:
+        self._max_staleness = max_staleness
 
     async def why(self) -> str:
         return f"{len(self._made)} groups are made"
@@ -560,8 +576,8 @@ class FakeWorkers:
         self.made += indices
         return [group_record(index, replica, (version.step, version.step)) for index in indices]
 
-    async def evaluate(self, num_prompts: int, replica: str, name: str) -> tuple[float, list[int]]:
-        return 0.25, [0]
+    async def evaluate(self, num_prompts: int, replica: str, name: str) -> EvalScores | None:
+        return eval_scores(0.25)
 
     async def stats(self) -> list[WorkerReport]:
         await asyncio.sleep(0)

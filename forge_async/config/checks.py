@@ -236,6 +236,17 @@ def held_out_exists(config: Config) -> str | None:
     return None
 
 
+def passes_are_drawn(config: Config) -> str | None:
+    """pass@k needs k samples of each prompt."""
+    evaluation = config.eval
+    if any(k < 1 for k in evaluation.k):
+        return f"eval.k={evaluation.k} must be whole numbers of 1 or more."
+    most = max(evaluation.k, default=1)
+    if most > evaluation.samples:
+        return f"eval.k={evaluation.k} asks for more than eval.samples={evaluation.samples}; use eval.samples={most}."
+    return None
+
+
 def hosts_exist(config: Config) -> str | None:
     """Only a cluster has more hosts than this machine."""
     job = config.job
@@ -323,6 +334,7 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     concurrency_reads,
     row_fits,
     held_out_exists,
+    passes_are_drawn,
     hosts_exist,
     hosts_share_equally,
     gpus_suffice,

@@ -57,6 +57,8 @@ class GenerationRequest:
     seed: int
     """Completion i draws from the stream `seed + i`."""
     sampling: Sampling
+    urgent: bool = False
+    """Whether a step waits for it: it enters the engine before requests that are not urgent."""
     num_given: int = 0
     """So many tokens at the prompt's end belong to the completion: an earlier try made them. Stop strings may begin
     there."""
