@@ -13,7 +13,9 @@ KINDS = ("qwen3", "qwen3_untied", "llama", "llama_untied", "qwen3_odd")
 """`qwen3` is the tied one that most tests use; `qwen3_odd` has a vocabulary that two ranks cannot share evenly."""
 
 
-def make_model(folder: Path, kind: str = "qwen3", seed: int = 0) -> Path:
+def make_model(
+    folder: Path, kind: str = "qwen3", seed: int = 0, *, vocabulary: int = 98, max_positions: int = 256
+) -> Path:
     """Write a model of `kind` with random weights, large enough that its predictions are far from uniform."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
@@ -22,14 +24,14 @@ def make_model(folder: Path, kind: str = "qwen3", seed: int = 0) -> Path:
 
     config_class = LlamaConfig if kind.startswith("llama") else Qwen3Config
     config = config_class(
-        vocab_size=99 if kind == "qwen3_odd" else 98,
+        vocab_size=99 if kind == "qwen3_odd" else vocabulary,
         hidden_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
         intermediate_size=192,
-        max_position_embeddings=256,
+        max_position_embeddings=max_positions,
         rope_theta=1e4,
         tie_word_embeddings=not kind.endswith("untied"),
         initializer_range=0.15,

@@ -12,6 +12,7 @@ import numpy as np
 from forge_async.actors.forge_actor import ForgeActor, concurrent_endpoint
 from forge_async.core.records import Group
 from forge_async.learner.batch import Share, split_batch
+from forge_async.learner.settings import ATTENTION_TOKENS
 from forge_async.replay.admission import Admission, Prompts
 from forge_async.replay.journal import Journal
 from forge_async.replay.settings import AsyncSettings
@@ -32,6 +33,7 @@ class ReplayActor(ForgeActor):
         tokens_guess: int = 1024,
         journal_path: str = "",
         keep_zero_advantage: bool = False,
+        attention_tokens: int = ATTENTION_TOKENS,
     ) -> None:
         """Without `journal_path` nothing is written, and the run cannot be resumed."""
         self._make_state: Callable[[], ReplayState] = lambda: ReplayState(
@@ -42,7 +44,7 @@ class ReplayActor(ForgeActor):
             tokens_guess=tokens_guess,
             journal=Journal.open(Path(journal_path)) if journal_path else None,
         )
-        self._keep_zero_advantage = keep_zero_advantage
+        self._keep_zero_advantage, self._attention_tokens = keep_zero_advantage, attention_tokens
         self._shares: tuple[int, list[Share], dict[str, Any]] | None = None
 
     async def setup(self) -> None:
@@ -93,7 +95,12 @@ class ReplayActor(ForgeActor):
         """
         groups = await self._replay.take(step, deadline_s)
         if self._shares is None or self._shares[0] != step:
-            shares = split_batch(groups, batch_ranks, keep_zero_advantage=self._keep_zero_advantage)
+            shares = split_batch(
+                groups,
+                batch_ranks,
+                keep_zero_advantage=self._keep_zero_advantage,
+                attention_tokens=self._attention_tokens,
+            )
             computed = sum(share.samples.num_tokens for share in shares if share.samples)
             record = _describe(groups, self._replay.inner) | {"tokens/computed": computed}
             self._shares = (step, shares, record)

@@ -1,7 +1,9 @@
-"""One forward pass of a torchtitan model over packed rows: log-probabilities, entropy, hidden states."""
+"""One forward pass of a torchtitan model over packed rows: log-probabilities and entropy."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +11,8 @@ from forge_async.backends import titan_cpu
 
 # isort: split
 import torch
-from torch.distributed.tensor import DTensor
-from torch.nn.functional import cross_entropy
 
-from forge_async.learner.kept_terms import kept_terms
+from forge_async.learner.token_scores import Wanted, token_scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,35 +25,31 @@ class Forward:
     """[B, L] float32, in nats, where it was asked for."""
 
 
-def forward(model: Any, columns: dict[str, torch.Tensor], temperature: float, *, entropy: str = "none") -> Forward:
+def forward(model: Any, columns: dict[str, torch.Tensor], wanted: Wanted) -> Forward:
     """Run the model.
 
     Args:
         model: torchtitan's, whole or sharded; collective when sharded.
         columns: token_ids, positions and targets, int64 [B, L]; kept_set, int64 [B, L, K], where the sampler left
             tokens out.
-        temperature: logits are divided by it.
-        entropy: "none", "figure" (without gradient) or "gradient".
+        wanted: temperature, whether entropy is wanted, and how many tokens' logits may be held at a time.
     """
-    positions = columns["positions"]
-    masks = titan_cpu.document_mask(positions) if titan_cpu.ON_CPU else model.get_attention_masks(positions)
-    logits = model(columns["token_ids"], attention_masks=masks, positions=positions)
-    if isinstance(logits, DTensor):
-        logits = logits.full_tensor()
-    if "kept_set" in columns:
-        logprobs, found = kept_terms(logits, columns["targets"], columns["kept_set"], temperature)
-        wanted = {"none": None, "figure": found.detach(), "gradient": found}
-        return Forward(logprobs=logprobs, entropy=wanted[entropy])
-    logits = logits.float() if temperature == 1.0 else logits.float() / temperature
-    logprobs = -cross_entropy(logits.flatten(0, 1), columns["targets"].flatten(), reduction="none")
-    found = None
-    if entropy != "none":
-        with torch.set_grad_enabled(entropy == "gradient" and torch.is_grad_enabled()):
-            found = token_entropy(logits)
-    return Forward(logprobs=logprobs.view(positions.shape), entropy=found)
+    positions, targets, kept_set = columns["positions"], columns["targets"], columns.get("kept_set")
+    masks = titan_cpu.attention_masks(positions) if titan_cpu.ON_CPU else model.get_attention_masks(positions)
+    with _head_gives(model.lm_head, lambda project, hidden: token_scores(project, hidden, targets, wanted, kept_set)):
+        logprobs, entropy = model(columns["token_ids"], attention_masks=masks, positions=positions)
+    return Forward(logprobs=logprobs, entropy=entropy)
 
 
-def token_entropy(logits: torch.Tensor) -> torch.Tensor:
-    """[B, L]: entropy in nats of the distributions whose logits are [B, L, V]."""
-    logprobs = logits.log_softmax(-1)
-    return -(logprobs.exp() * logprobs).sum(-1)
+@contextmanager
+def _head_gives(head: Any, give: Callable[[Callable[[Any], Any], Any], Any]) -> Iterator[None]:
+    """Have the model's head give `give(projection, hidden states)` in place of logits.
+
+    Inside the head's own call, so that FSDP gathers its weight once for all chunks, forward and backward.
+    """
+    project = head.forward
+    head.forward = lambda hidden: give(project, hidden)
+    try:
+        yield
+    finally:
+        head.forward = project

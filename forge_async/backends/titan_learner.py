@@ -10,6 +10,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,9 @@ from forge_async.learner.figures import step_figures, total_loss
 from forge_async.learner.inputs import LossInputs
 from forge_async.learner.loss import Loss, LossTerms
 from forge_async.learner.ports import StepResult
-from forge_async.learner.rows import COLUMNS, Rows, build_micro_batches, empty_rows, sequence_rows
+from forge_async.learner.rows import COLUMNS, Layout, Rows, build_micro_batches, sequence_rows
 from forge_async.learner.settings import LearnerSettings, OptimizerSettings
+from forge_async.learner.token_scores import Wanted
 from forge_async.learner.totals import NOBODY, Figures, StepTotals, first_bad_sample, merge_updates, not_finite
 from forge_async.weights.manifest import Part
 from forge_async.weights.packing import LocalShard, Packer
@@ -84,7 +86,12 @@ class TitanLearner:
         """
         self.version = version or PolicyVersion()
         self._folder, self._loss, self._settings, self._optimizer_settings = model_folder, loss, learner, optimizer
-        self._temperature = temperature
+        self._layout = Layout(
+            row_tokens=learner.row_tokens,
+            micro_batch_tokens=learner.micro_batch_tokens,
+            attention_tokens=learner.attention_tokens,
+        )
+        self._wanted = Wanted(temperature=temperature, chunk_tokens=learner.logit_chunk_tokens)
         self._publish_dtype: torch.dtype = getattr(torch, publish_dtype)
         if titan_cpu.ON_CPU:
             torch.set_num_threads(1)
@@ -120,8 +127,7 @@ class TitanLearner:
 
     def train(self, share: Share) -> StepResult:
         begun, counts = time.perf_counter(), share.counts
-        batches = build_micro_batches(share.samples, self._settings.row_tokens, self._settings.micro_batch_tokens)
-        batches += [empty_rows()] * (self._most_over_ranks(len(batches)) - len(batches))
+        batches = build_micro_batches(share.samples, self._layout, self._most_over_ranks)
         known = self._values.targets(batches, self._old_values) if self._values else [{} for _ in batches]
         updates, grad_norm = [], 0.0
         for update in range(self._settings.updates_per_batch):
@@ -160,7 +166,7 @@ class TitanLearner:
     def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
         with torch.no_grad(), self._in_context():
             rows = self._to_device(sequence_rows(token_ids))
-            logprobs = forward(self._model, rows, self._temperature).logprobs.cpu().numpy()
+            logprobs = forward(self._model, rows, self._wanted).logprobs.cpu().numpy()
         return [row[: len(ids) - 1] for row, ids in zip(logprobs, token_ids, strict=True)]
 
     def save(self, folder: Path) -> None:
@@ -244,9 +250,9 @@ class TitanLearner:
         self, columns: dict[str, torch.Tensor], num_segments: int, known: dict[str, torch.Tensor], update: int
     ) -> LossInputs:
         entropy = "gradient" if self._loss.settings.entropy_weight else "figure" if self._loss.needs_entropy else "none"
-        found = forward(self._model, columns, self._temperature, entropy=entropy)
+        found = forward(self._model, columns, replace(self._wanted, entropy=entropy))
         with torch.no_grad():
-            frozen = {name: forward(model, columns, self._temperature).logprobs for name, model in self._frozen.items()}
+            frozen = {name: forward(model, columns, self._wanted).logprobs for name, model in self._frozen.items()}
         ages = (self.version.step + update - columns["steps"]).clamp(min=0) * (columns["steps"] >= 0)
         given = {"advantages": columns["advantages"]} | frozen | known
         return LossInputs(
@@ -266,7 +272,7 @@ class TitanLearner:
         """float32 [B, L]: the values before the step."""
         assert self._values is not None
         with torch.no_grad(), self._in_context():
-            forward(self._model, self._to_device(rows), self._temperature)
+            forward(self._model, self._to_device(rows), self._wanted)
             return self._values.values().cpu().numpy()
 
     def _apply_gradients(self, loss: float, share: Share, blamed: tuple[int, int], update: int) -> float:

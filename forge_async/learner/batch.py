@@ -9,7 +9,8 @@ import numpy as np
 
 from forge_async.core.records import Group, Samples
 from forge_async.learner.counts import Counts
-from forge_async.learner.packing import partition
+from forge_async.learner.packing import partition, sample_costs
+from forge_async.learner.settings import ATTENTION_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,9 @@ class Share:
         return self.counts.num_loss_tokens
 
 
-def split_batch(groups: Sequence[Group], num_ranks: int, *, keep_zero_advantage: bool) -> list[Share]:
+def split_batch(
+    groups: Sequence[Group], num_ranks: int, *, keep_zero_advantage: bool, attention_tokens: int = ATTENTION_TOKENS
+) -> list[Share]:
     """Cut a batch into one share for each rank.
 
     Args:
@@ -39,20 +42,26 @@ def split_batch(groups: Sequence[Group], num_ranks: int, *, keep_zero_advantage:
         num_ranks: ranks that split the batch (the data-parallel degree).
         keep_zero_advantage: compute samples whose advantages are all zero too. They add nothing to the gradient; when
             they are left out, they leave the denominators as well, but for that of `constant`.
+        attention_tokens: length of a sample at which attention costs as much as the rest; shares are even in cost.
     """
     samples = Samples.concat([group.samples for group in groups])
     origins = [(group.index, number) for group in groups for number in range(len(group.samples))]
     kept = list(range(len(samples))) if keep_zero_advantage else _rows_with_gradient(samples)
-    return _shares(samples, kept, num_ranks, tuple(group.index for group in groups), origins)
+    return _shares(samples, kept, num_ranks, attention_tokens, tuple(group.index for group in groups), origins)
 
 
-def split_samples(samples: Samples, num_ranks: int) -> list[Share]:
-    """Cut samples into one share for each rank, even in tokens."""
-    return _shares(samples, list(range(len(samples))), num_ranks, (), [])
+def split_samples(samples: Samples, num_ranks: int, attention_tokens: int = ATTENTION_TOKENS) -> list[Share]:
+    """Cut samples into one share for each rank, even in cost."""
+    return _shares(samples, list(range(len(samples))), num_ranks, attention_tokens, (), [])
 
 
 def _shares(
-    batch: Samples, kept: list[int], num_ranks: int, groups: tuple[int, ...], origins: Sequence[tuple[int, int]]
+    batch: Samples,
+    kept: list[int],
+    num_ranks: int,
+    attention_tokens: int,
+    groups: tuple[int, ...],
+    origins: Sequence[tuple[int, int]],
 ) -> list[Share]:
     samples = batch if len(kept) == len(batch) else batch.select(kept)
     mean, std = _moments(samples.advantages[samples.loss_mask])
@@ -71,7 +80,7 @@ def _shares(
             group_indices=groups,
             origins=tuple(origins[kept[row]] for row in share) if origins else (),
         )
-        for share in partition(samples.lengths.tolist(), num_ranks)
+        for share in partition(sample_costs(samples.lengths.tolist(), attention_tokens), num_ranks)
     ]
 
 

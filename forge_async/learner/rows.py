@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,8 @@ import numpy as np
 from forge_async.core.kept_sets import NONE
 from forge_async.core.records import Samples
 from forge_async.core.versions import NOT_SAMPLED
-from forge_async.learner.packing import micro_batches, pack_rows
+from forge_async.learner.packing import balanced_micro_batches, micro_batches, pack_rows, sample_costs
+from forge_async.learner.settings import ATTENTION_TOKENS
 
 COLUMNS = ("token_ids", "positions", "targets", "mask", "behaviour_logprobs", "advantages", "steps", "segments")
 """The fields of Rows that are arrays of every micro-batch."""
@@ -47,15 +48,39 @@ class Rows:
         return len(self.sample_indices) + 1
 
 
-def build_micro_batches(samples: Samples | None, row_tokens: int, micro_batch_tokens: int) -> list[Rows]:
-    """Pack samples into rows and rows into micro-batches. None gives none."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How samples are laid out; the fields are the settings of `learner` with the same names."""
+
+    row_tokens: int
+    """Tokens of a packed row; it grows to the longest sample."""
+    micro_batch_tokens: int
+    """Most tokens of a micro-batch, padding included."""
+    attention_tokens: int = ATTENTION_TOKENS
+    """Length of a sample at which attention costs as much as the rest."""
+
+
+def build_micro_batches(
+    samples: Samples | None, layout: Layout, agree: Callable[[int], int] = lambda count: count
+) -> list[Rows]:
+    """Pack samples into rows and rows into micro-batches of even cost.
+
+    Args:
+        samples: of this rank; None: it has none.
+        layout: the limits.
+        agree: from how many micro-batches this rank needs to how many every rank makes; collective.
+    """
     if samples is None or not len(samples):
-        return []
+        return [empty_rows()] * agree(0)
     lengths = samples.lengths.tolist()
-    width = min(max(row_tokens, max(lengths)), sum(lengths))
+    width = min(max(layout.row_tokens, max(lengths)), sum(lengths))
     rows = pack_rows(lengths, width)
     widths = [sum(lengths[index] for index in row) for row in rows]
-    return [_fill(samples, [rows[r] for r in batch]) for batch in micro_batches(widths, micro_batch_tokens)]
+    costs = sample_costs(lengths, layout.attention_tokens)
+    row_costs = [sum(costs[index] for index in row) for row in rows]
+    count = agree(len(micro_batches(widths, layout.micro_batch_tokens)))
+    batches = balanced_micro_batches(widths, row_costs, layout.micro_batch_tokens, count)
+    return [_fill(samples, [rows[r] for r in batch]) if batch else empty_rows() for batch in batches]
 
 
 def empty_rows() -> Rows:

@@ -16,6 +16,10 @@ class ModelSettings:
     )
 
 
+ATTENTION_TOKENS = 4096
+"""What `learner.attention_tokens` is when nobody says: about right for a model of width 512."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSettings:
     """Keys under `learner`."""
@@ -26,6 +30,19 @@ class LearnerSettings:
     dtype: str = setting("float32", "dtype of the forward and backward pass", choices=("float32", "bfloat16"))
     row_tokens: int = setting(64, "tokens of a packed row; grows to the longest sample", unit="tokens", low=8)
     micro_batch_tokens: int = setting(2048, "tokens of one forward and backward pass on a rank", unit="tokens", low=8)
+    attention_tokens: int = setting(
+        ATTENTION_TOKENS,
+        "length of a sample at which attention costs as much as the rest, about 8 times the model's width; ranks and "
+        "micro-batches are balanced by it",
+        unit="tokens",
+        low=1,
+    )
+    logit_chunk_tokens: int = setting(
+        2048,
+        "tokens whose logits are held at a time; a micro-batch of more is cut, and the logits are made twice",
+        unit="tokens",
+        low=1,
+    )
     updates_per_batch: int = setting(
         1,
         "optimiser steps on each batch, all of it each time; every one after the first adds a step to the samples' age",

@@ -261,4 +261,5 @@ async def _start_replay(
         tokens_guess=guess,
         journal_path=str(run_dir / "journal" / "replay.jsonl"),
         keep_zero_advantage=config.advantage.zero_variance == "keep" or config.objective.trains_zero_advantages,
+        attention_tokens=config.learner.attention_tokens,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import socket
@@ -253,8 +254,14 @@ def test_with_unchanged_weights_the_ratio_is_one(titan):
 @pytest.mark.stack
 @pytest.mark.parametrize(
     "settings",
-    [{"row_tokens": 8}, {"row_tokens": 8, "micro_batch_tokens": 8}, {"micro_batch_tokens": 64}, {"row_tokens": 512}],
-    ids=["padded", "one_sample_each", "one_row_each", "one_row"],
+    [
+        {"row_tokens": 8},
+        {"row_tokens": 8, "micro_batch_tokens": 8},
+        {"micro_batch_tokens": 64},
+        {"row_tokens": 512},
+        {"logit_chunk_tokens": 5},
+    ],
+    ids=["padded", "one_sample_each", "one_row_each", "one_row", "logits_in_chunks"],
 )
 def test_how_samples_are_laid_out_changes_nothing(titan, settings):
     (first, second), weights = trained(titan.make(lr=1e-4))
@@ -264,6 +271,47 @@ def test_how_samples_are_laid_out_changes_nothing(titan, settings):
         assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
     assert_close(weights, other_weights)
     assert first.num_row_tokens < trained(titan.make(row_tokens=8), steps=1)[0][0].num_row_tokens
+
+
+@pytest.mark.stack
+def test_a_row_too_wide_for_a_mask_trains_like_short_ones(titan):
+    batch, found = off_policy(make_samples(300), titan.make()), []
+    for row_tokens in (64, 4096):
+        learner = titan.make(lr=1e-4, row_tokens=row_tokens)
+        found.append((learner.train(share(batch)), weights_of(learner)))
+    (narrow, weights), (wide, other_weights) = found
+    assert wide.num_row_tokens == batch.num_tokens > 2048
+    assert wide.loss == pytest.approx(narrow.loss, rel=1e-5)
+    assert wide.grad_norm == pytest.approx(narrow.grad_norm, rel=1e-5)
+    assert_close(weights, other_weights)
+
+
+def one_long_sample(num_tokens):
+    mask = np.arange(num_tokens) >= 3
+    return Samples(
+        lengths=np.array([num_tokens], dtype=np.int32),
+        token_ids=np.random.default_rng(0).integers(3, 98, size=num_tokens).astype(np.int32),
+        loss_mask=mask,
+        logprobs=(-9.0 * mask).astype(np.float32),
+        advantages=mask.astype(np.float32),
+        versions=VersionRuns.of([(3, NOT_SAMPLED, 0), (num_tokens - 3, 0, 0)]),
+    )
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("num_tokens", [8192, pytest.param(32768, marks=pytest.mark.long)])
+def test_a_long_sample_trains_in_less_memory_than_its_logits_alone_would_take(tmp_path, num_tokens):
+    vocabulary = 8192
+    folder = make_model(tmp_path / "model", vocabulary=vocabulary, max_positions=num_tokens)
+    at_once = {"MALLOC_MMAP_THRESHOLD_": "1048576"}  # what is freed goes back, so that the peak is of what is held
+    with contextlib.closing(Child(tmp_path / "log", env=at_once)) as child:
+        learner = TitanSubject(child, folder).make(logit_chunk_tokens=512)
+        before_kib = child.build("resource:getrusage", 0).ru_maxrss
+        result = learner.train(share(one_long_sample(num_tokens)))
+        peak_kib = child.build("resource:getrusage", 0).ru_maxrss - before_kib
+    assert result.num_loss_tokens == num_tokens - 3
+    assert result.grad_norm > 0
+    assert peak_kib * 1024 < num_tokens * vocabulary * 4, f"{peak_kib / 1024:.0f} MiB"
 
 
 SEQUENCES = {"name": "gspo", "denominator": "sequence_means", "clip_low": 0.01, "clip_high": 0.01}
@@ -306,7 +354,8 @@ def test_values_reference_entropy_and_several_updates_do_not_depend_on_the_layou
     chosen = {"lr": 1e-4, "objective": EVERYTHING, "correction": "decoupled", "updates_per_batch": 2}
     batches = [off_policy(make_samples(seed=seed), titan.make()) for seed in range(2)]
     found = []
-    for layout in ({"row_tokens": 512}, {"row_tokens": 8, "micro_batch_tokens": 16}):
+    layouts = ({"row_tokens": 512}, {"row_tokens": 8, "micro_batch_tokens": 16, "logit_chunk_tokens": 7})
+    for layout in layouts:
         learner = titan.make(**chosen, **layout)
         found.append(([learner.train(share(batch)) for batch in batches], weights_of(learner)))
     (results, weights), (others, other_weights) = found
@@ -432,7 +481,7 @@ def test_two_ranks_agree_with_one_about_values_reference_and_entropy(odd, childr
     alone = odd.make(**chosen)
     batches = [off_policy(make_samples(seed=seed), alone) for seed in range(2)]
     results, weights = [alone.train(share(samples)) for samples in batches], weights_of(alone)
-    ranks = two_ranks(children, odd.folder, **chosen)
+    ranks = two_ranks(children, odd.folder, **chosen, logit_chunk_tokens=9)
     for result, samples in zip(results, batches, strict=True):
         for mine in call_all(ranks, "train", [(each,) for each in share(samples, 2)]):
             assert mine.loss == pytest.approx(result.loss, rel=1e-5, abs=1e-6)

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from forge_async.core.records import Samples
 from forge_async.core.versions import NOT_SAMPLED, VersionRuns
-from forge_async.learner.packing import micro_batches, pack_rows, partition
-from forge_async.learner.rows import build_micro_batches
+from forge_async.learner.packing import balanced_micro_batches, micro_batches, pack_rows, partition, sample_costs
+from forge_async.learner.rows import Layout, build_micro_batches
 
 lengths = st.lists(st.integers(1, 40), max_size=40)
 
@@ -66,10 +66,42 @@ def test_shares_hold_every_sample_once_and_differ_by_less_than_the_longest(lengt
     assert max(loads) - min(loads) <= max(lengths, default=0)
 
 
+@given(lengths, st.integers(1, 6), st.integers(1, 100))
+def test_shares_differ_in_cost_by_less_than_the_costliest_sample(lengths, num_ranks, attention_tokens):
+    costs = sample_costs(lengths, attention_tokens)
+    loads = [sum(costs[index] for index in share) for share in partition(costs, num_ranks)]
+    assert max(loads) - min(loads) <= max(costs, default=0) * (1 + 1e-9)
+
+
+@given(lengths, st.integers(1, 100), st.integers(0, 5), st.integers(1, 100))
+def test_balanced_micro_batches_hold_every_row_once_within_the_limit_costliest_first(widths, limit, more, length):
+    costs = sample_costs(widths, length)
+    count = len(micro_batches(widths, limit)) + more
+    batches = balanced_micro_batches(widths, costs, limit, count)
+    assert len(batches) == count
+    assert sorted(index for batch in batches for index in batch) == list(range(len(widths)))
+    for batch in batches:
+        assert len(batch) <= 1 or len(batch) * max(widths[index] for index in batch) <= limit
+    loads = [sum(costs[index] for index in batch) for batch in batches]
+    assert loads == sorted(loads, reverse=True)
+    if limit >= sum(widths) + len(widths) * max(widths, default=0):
+        assert max(loads, default=0) - min(loads, default=0) <= max(costs, default=0) * (1 + 1e-9)
+
+
+@given(st.lists(some_samples(), min_size=1, max_size=4), st.integers(1, 30), st.integers(1, 80))
+def test_ranks_make_equally_many_micro_batches(of_ranks, row_tokens, micro_batch_tokens):
+    layout = Layout(row_tokens=row_tokens, micro_batch_tokens=micro_batch_tokens)
+    most = max(len(build_micro_batches(samples, layout)) for samples in of_ranks)
+    for samples in [*of_ranks, None]:
+        batches = build_micro_batches(samples, layout, lambda count: max(count, most))
+        assert len(batches) == most
+        assert sum(int(rows.mask.sum()) for rows in batches) == (samples.num_loss_tokens if samples else 0)
+
+
 @given(some_samples(), st.integers(1, 30), st.integers(1, 80))
 def test_every_sample_can_be_read_back_from_the_rows(samples, row_tokens, micro_batch_tokens):
     found = []
-    for rows in build_micro_batches(samples, row_tokens, micro_batch_tokens):
+    for rows in build_micro_batches(samples, Layout(row_tokens=row_tokens, micro_batch_tokens=micro_batch_tokens)):
         for b in range(len(rows.token_ids)):
             found += _documents(rows, b)
     edges = samples.bounds()
@@ -79,7 +111,7 @@ def test_every_sample_can_be_read_back_from_the_rows(samples, row_tokens, micro_
 
 @given(some_samples(), st.integers(1, 30), st.integers(1, 80))
 def test_every_token_of_the_loss_is_counted_once(samples, row_tokens, micro_batch_tokens):
-    batches = build_micro_batches(samples, row_tokens, micro_batch_tokens)
+    batches = build_micro_batches(samples, Layout(row_tokens=row_tokens, micro_batch_tokens=micro_batch_tokens))
     assert sum(int(rows.mask.sum()) for rows in batches) == samples.num_loss_tokens
     assert all((rows.advantages[rows.mask == 0] == 0).all() for rows in batches)
     assert all((rows.behaviour_logprobs[rows.mask == 0] == 0).all() for rows in batches)

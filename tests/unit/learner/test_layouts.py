@@ -15,7 +15,7 @@ from forge_async.core.versions import NOT_SAMPLED, VersionRuns
 from forge_async.learner.batch import split_batch
 from forge_async.learner.inputs import LossInputs
 from forge_async.learner.loss import objective_loss
-from forge_async.learner.rows import build_micro_batches, empty_rows
+from forge_async.learner.rows import Layout, build_micro_batches, empty_rows
 from forge_async.learner.settings import OBJECTIVES, ObjectiveSettings
 from forge_async.replay.settings import CORRECTIONS
 
@@ -56,12 +56,13 @@ def batch(seed=0, num_samples=9):
 def step(settings, correction, layout):
     """Loss, gradient and sums of a step over all ranks of a layout."""
     row_tokens, micro_batch_tokens, num_ranks = LAYOUTS[layout]
+    layout_of = Layout(row_tokens=row_tokens, micro_batch_tokens=micro_batch_tokens, attention_tokens=8)
     generator = torch.Generator().manual_seed(3)
     table = (0.3 * torch.randn(VOCAB, VOCAB, generator=generator)).requires_grad_()
     reference = 0.3 * torch.randn(VOCAB, VOCAB, generator=generator)
     loss, total, sums = objective_loss(settings, correction), 0.0, {}
     for share in split_batch(batch(), num_ranks, keep_zero_advantage=True):
-        for rows in build_micro_batches(share.samples, row_tokens, micro_batch_tokens) or [empty_rows()]:
+        for rows in build_micro_batches(share.samples, layout_of) or [empty_rows()]:
             terms = loss(inputs_of(rows, table, reference), share.counts)
             terms.loss.backward()
             total += float(terms.loss.detach())
@@ -133,8 +134,9 @@ def test_a_divergence_in_the_reward_and_advantages_normalised_over_the_batch(kin
 
 def test_a_layout_does_change_a_loss_whose_denominator_is_local():
     """The check above can fail: divided by the tokens of each micro-batch, the loss depends on how many there are."""
-    rows = build_micro_batches(split_batch(batch(), 1, keep_zero_advantage=True)[0].samples, 16, 32)
-    counts = split_batch(batch(), 1, keep_zero_advantage=True)[0].counts
+    (share,) = split_batch(batch(), 1, keep_zero_advantage=True)
+    rows = build_micro_batches(share.samples, Layout(row_tokens=16, micro_batch_tokens=32))
+    counts = share.counts
     table = torch.zeros(VOCAB, VOCAB)
     loss = objective_loss(ObjectiveSettings(), "token_is")
     whole = sum(float(loss(inputs_of(each, table, table), counts).loss) for each in rows)

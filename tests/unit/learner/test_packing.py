@@ -1,4 +1,4 @@
-from forge_async.learner.packing import micro_batches, pack_rows, partition
+from forge_async.learner.packing import balanced_micro_batches, micro_batches, pack_rows, partition, sample_costs
 
 
 def test_the_longest_samples_are_placed_first_into_the_first_row_that_holds_them():
@@ -22,3 +22,15 @@ def test_ranks_get_even_loads():
 
 def test_ranks_without_a_sample_get_an_empty_share():
     assert partition([5], 3) == [[0], [], []]
+
+
+def test_a_long_sample_weighs_against_more_tokens_in_short_ones():
+    costs = sample_costs([8, 2, 2, 2, 2, 2, 2], attention_tokens=4)
+    assert costs == [24, 3, 3, 3, 3, 3, 3]
+    assert partition(costs, 2) == [[0], [1, 2, 3, 4, 5, 6]]
+
+
+def test_micro_batches_are_even_in_cost_and_begin_with_the_costliest():
+    assert balanced_micro_batches([4, 4, 4, 4], [9, 1, 2, 8], 8, 2) == [[0, 1], [2, 3]]
+    assert balanced_micro_batches([4, 4, 4], [1, 5, 1], 8, 2) == [[1], [0, 2]]
+    assert balanced_micro_batches([4], [1], 8, 3) == [[0], [], []]
