@@ -80,7 +80,9 @@ def plan_of(config: Config, folder: Path) -> ParityPlan:
     prompts = task.source.held_out(NUM_PROMPTS)
     if not prompts:
         raise ConfigError(f"{task.source.name} has no held-out prompts to compare on; raise task.held_out_fraction.")
-    sampling = dataclasses.replace(config.sampling, top_p=1.0, top_k=0).until(task.renderer.stop_token_ids)
+    # Over the whole vocabulary: models are compared, and what is left out by one but not the other would hide it.
+    whole = dataclasses.replace(config.sampling, top_p=1.0, top_k=0)
+    sampling = whole.until(task.renderer.stop_token_ids)
     return ParityPlan(
         folder=folder,
         prompts=[prompt.token_ids for prompt in prompts],

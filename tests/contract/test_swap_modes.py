@@ -16,6 +16,7 @@ from forge_async.policy.swap import MODES, REBUILD, RESUME, RETRY, swap_mode
 from forge_async.replay.settings import SWAP_MODES
 from tests.engines import LONG_PROMPT, PROMPT, VERSIONS, request
 from tests.engines import rows as columns
+from tests.fakes import FakeRenderer
 
 pytestmark = pytest.mark.timeout(180)
 SHARED = LONG_PROMPT[:90]
@@ -136,6 +137,36 @@ def test_tokens_before_and_after_a_swap_are_of_the_version_and_the_kv_that_the_m
         assert prompts + 3 * (old - 1) <= record.recomputed_tokens <= prompts + 3 * old
     else:
         assert record.recomputed_tokens == 0
+
+
+def test_a_swap_keeps_the_kept_set_of_each_token(served):
+    served.add(request("a", n=2, tokens=16, top_k=5))
+    served.turn(4)
+    served.pull(1)
+    served.finish()
+    assert served.found["a"].kept_set.shape == (32, 5)
+    sets = iter(served.found["a"].kept_set.tolist())
+    for tokens, _, made in served.rows("a", PROMPT):
+        makers = [which for which, count in made for _ in range(count)]
+        for at, which in enumerate(makers, start=len(PROMPT)):
+            kept = next(sets)
+            assert tokens[at] in kept
+            if served.mode.name != "keep_kv":  # whose later sets follow from both versions' KV
+                logits = served.subject.logits(which, tokens)[at - 1]
+                assert sorted(kept) == sorted(np.argsort(-logits)[:5].tolist())
+
+
+def test_a_stop_string_that_a_swap_falls_into_ends_the_completion(served):
+    served.add(request("alone", tokens=16, temperature=0.0))
+    (alone,) = columns(served.finish()["alone"])
+    text = FakeRenderer().decode(alone[3:7])
+    end = next(end for end in range(17) if text in FakeRenderer().decode(alone[:end]))
+    served.add(request("a", tokens=16, temperature=0.0, texts=(text,)))
+    served.turn(max(end - 3, 0))  # a pull takes two turns more: the swap comes before the last token of the text
+    served.pull(0)
+    completions = served.finish()["a"]
+    assert columns(completions) == [alone[:end]]
+    assert (completions.truncated.tolist(), completions.cut.tolist()) == ([False], [False])
 
 
 def test_three_swaps_in_a_row_with_requests_before_during_and_after_each(served):

@@ -59,6 +59,11 @@ def test_the_plan_samples_the_tasks_prompts_as_training_does(tmp_path: Path) -> 
     assert (plan.sampling.temperature, plan.sampling.max_new_tokens, plan.sampling.stop_token_ids) == (0.7, 16, (2,))
 
 
+def test_models_are_compared_over_the_whole_vocabulary(tmp_path: Path) -> None:
+    narrow = Config().replace({"task.name": "sum", "sampling.top_p": 0.9, "sampling.top_k": 20})
+    assert not plan_of(narrow, fake_model(tmp_path)).sampling.leaves_out
+
+
 def test_every_pair_is_compared_and_what_is_not_a_number_shows() -> None:
     found = differences({"a": np.array([1.0, 2.0]), "b": np.array([1.5, 2.0]), "c": np.array([np.nan, 2.0])})
     assert [(each.first, each.second) for each in found] == [("a", "b"), ("a", "c"), ("b", "c")]
