@@ -30,6 +30,7 @@ class LearnerSettings:
     dtype: str = setting("float32", "dtype of the forward and backward pass", choices=("float32", "bfloat16"))
     row_tokens: int = setting(64, "tokens of a packed row; grows to the longest sample", unit="tokens", low=8)
     micro_batch_tokens: int = setting(2048, "tokens of one forward and backward pass on a rank", unit="tokens", low=8)
+    packed: bool = setting(True, "whether samples share rows; false pads each to the longest of its micro-batch")
     attention_tokens: int = setting(
         ATTENTION_TOKENS,
         "length of a sample at which attention costs as much as the rest, about 8 times the model's width; ranks and "

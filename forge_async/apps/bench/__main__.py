@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from forge_async.apps.arguments import Parser, path
-from forge_async.apps.bench import overlap, rules, start, trl, weights
+from forge_async.apps.bench import overlap, packing, rules, start, trl, weights
 from forge_async.apps.bench.output import Report, print_table, write_json
 from forge_async.apps.bench.plan import Plan
 from forge_async.apps.exit import DONE, guarded_main
@@ -17,12 +17,20 @@ from forge_async.observe.run_directory import default_path
 BENCHES: dict[str, Callable[[Plan], Report]] = {
     "start": start.measure,
     "overlap": overlap.measure,
+    "packing": packing.measure,
     "rules": rules.measure,
     "trl": trl.measure,
     "weights": weights.measure,
 }
 """Name -> what measures; each module begins with what it shows."""
-ROUNDS_AND_STEPS = {"start": (3, 1), "overlap": (2, 40), "rules": (1, 1), "trl": (2, 30), "weights": (5, 1)}
+ROUNDS_AND_STEPS = {
+    "start": (3, 1),
+    "overlap": (2, 40),
+    "packing": (5, 1),
+    "rules": (1, 1),
+    "trl": (2, 30),
+    "weights": (5, 1),
+}
 """Runs of each case, and learner steps of a run, when the user says nothing."""
 
 
