@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from forge_async.actors.forge_actor import ActorHandle, ForgeActor, concurrent_endpoint
 from forge_async.core.errors import ForgeError
@@ -20,6 +20,7 @@ from forge_async.prompt.ports import PromptSource, Renderer
 from forge_async.prompt.settings import TaskSettings
 from forge_async.reward.pool import ProcessRewardPool
 from forge_async.reward.settings import AdvantageSettings
+from forge_async.rollout.oversize import SampleLimit
 from forge_async.rollout.settings import RolloutSettings
 
 
@@ -41,6 +42,8 @@ class RolloutPlan:
     seed: int
     max_model_tokens: int
     """Longest prompt and completion that the engine takes."""
+    limit: SampleLimit = field(default_factory=SampleLimit)
+    """What the learner takes."""
 
 
 class RolloutActor(ForgeActor):
@@ -82,6 +85,7 @@ class RolloutActor(ForgeActor):
             run_seed=plan.seed,
             advantage=plan.advantage,
             rollout=plan.rollout,
+            limit=plan.limit,
         )
 
     async def teardown(self) -> None:
@@ -134,6 +138,7 @@ class RolloutActor(ForgeActor):
             cpu_s=own.cpu_s,
             num_cut=stats.num_cut,
             num_salvaged=stats.num_salvaged,
+            num_oversize=stats.num_oversize,
         )
 
 

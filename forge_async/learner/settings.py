@@ -44,6 +44,15 @@ class LearnerSettings:
         unit="tokens",
         low=1,
     )
+    max_sample_tokens: int = setting(
+        0, "longest sample that is trained on, prompt included; 0: no limit", unit="tokens", low=0
+    )
+    oversize: str = setting(
+        "refuse",
+        "what becomes of a longer sample, before its group is admitted to a batch. refuse: the group is filtered "
+        "(oversize); truncate: its first tokens are trained on, or the group is refused if none of them was sampled",
+        choices=("refuse", "truncate"),
+    )
     updates_per_batch: int = setting(
         1,
         "optimiser steps on each batch, all of it each time; every one after the first adds a step to the samples' age",

@@ -79,6 +79,7 @@ STAGE_WEIGHTS_S = _sometimes("stage/weights_s", "s", "time of the step in which 
 REWARD_BUSY = _sometimes("reward/busy_fraction", "", "share of the step's time that the reward workers computed")
 GROUPS_SALVAGED = _sometimes("groups/salvaged", "groups", "groups that went on without their cut rollouts")
 ROLLOUTS_CUT = _sometimes("rollouts/cut", "rollouts", "rollouts cut off at rollout.timeout_s since the step before")
+SAMPLES_OVERSIZE = _sometimes("samples/oversize", "samples", "samples above learner.max_sample_tokens, cut or refused")
 GROUPS_CANCELLED = _sometimes("groups/cancelled", "groups", "groups cancelled since the step before")
 EVAL_SCORE = _sometimes("eval/score", "", "mean score on the held-out prompts, greedy; an evaluation that has ended")
 EVAL_OLDEST_VERSION = _sometimes("eval/oldest_version", "versions", "oldest version that made a token of its answers")
