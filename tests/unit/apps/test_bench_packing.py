@@ -20,4 +20,4 @@ def test_imbalance_is_what_ranks_wait_for_each_other():
 
 
 def test_many_long_samples_are_shared_evenly():
-    assert balance_row(2, seed=0)["imbalance_fraction"] < 0.05
+    assert balance_row(2, seed=0, rounds=3)["imbalance_worst_fraction"] < 0.05
