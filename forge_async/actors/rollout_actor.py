@@ -21,6 +21,7 @@ from forge_async.prompt.ports import PromptSource, Renderer
 from forge_async.prompt.settings import TaskSettings
 from forge_async.reward.pool import ProcessRewardPool
 from forge_async.reward.settings import AdvantageSettings
+from forge_async.rollout.oversize import SampleLimit
 from forge_async.rollout.settings import RolloutSettings
 
 
@@ -43,6 +44,8 @@ class RolloutPlan:
     max_model_tokens: int
     """Longest prompt and completion that the engine takes."""
     evaluation: EvalSettings = field(default_factory=EvalSettings)
+    limit: SampleLimit = field(default_factory=SampleLimit)
+    """What the learner takes."""
 
 
 class RolloutActor(ForgeActor):
@@ -78,6 +81,7 @@ class RolloutActor(ForgeActor):
             run_seed=plan.seed,
             advantage=plan.advantage,
             rollout=plan.rollout,
+            limit=plan.limit,
         )
 
     async def teardown(self) -> None:
@@ -129,6 +133,7 @@ class RolloutActor(ForgeActor):
             cpu_s=own.cpu_s,
             num_cut=stats.num_cut,
             num_salvaged=stats.num_salvaged,
+            num_oversize=stats.num_oversize,
         )
 
 

@@ -89,6 +89,7 @@ class TitanLearner:
         self._layout = Layout(
             row_tokens=learner.row_tokens,
             micro_batch_tokens=learner.micro_batch_tokens,
+            packed=learner.packed,
             attention_tokens=learner.attention_tokens,
         )
         self._wanted = Wanted(temperature=temperature, chunk_tokens=learner.logit_chunk_tokens)

@@ -56,6 +56,8 @@ class Layout:
     """Tokens of a packed row; it grows to the longest sample."""
     micro_batch_tokens: int
     """Most tokens of a micro-batch, padding included."""
+    packed: bool = True
+    """Whether samples share rows; without it each has a row, padded to the longest of its micro-batch."""
     attention_tokens: int = ATTENTION_TOKENS
     """Length of a sample at which attention costs as much as the rest."""
 
@@ -72,15 +74,30 @@ def build_micro_batches(
     """
     if samples is None or not len(samples):
         return [empty_rows()] * agree(0)
-    lengths = samples.lengths.tolist()
+    batches = lay_out(samples.lengths.tolist(), layout, agree)
+    return [_fill(samples, batch) if batch else empty_rows() for batch in batches]
+
+
+def lay_out(
+    lengths: Sequence[int], layout: Layout, agree: Callable[[int], int] = lambda count: count
+) -> list[list[list[int]]]:
+    """Which samples share a row, and which rows a micro-batch: indices of samples, of a row, of a micro-batch.
+
+    Args:
+        lengths: tokens of each sample, at least one.
+        layout, agree: as for `build_micro_batches`.
+    """
     width = min(max(layout.row_tokens, max(lengths)), sum(lengths))
-    rows = pack_rows(lengths, width)
+    rows = pack_rows(lengths, width) if layout.packed else [[index] for index in range(len(lengths))]
     widths = [sum(lengths[index] for index in row) for row in rows]
-    costs = sample_costs(lengths, layout.attention_tokens)
-    row_costs = [sum(costs[index] for index in row) for row in rows]
-    count = agree(len(micro_batches(widths, layout.micro_batch_tokens)))
-    batches = balanced_micro_batches(widths, row_costs, layout.micro_batch_tokens, count)
-    return [_fill(samples, [rows[r] for r in batch]) if batch else empty_rows() for batch in batches]
+    cut = micro_batches(widths, layout.micro_batch_tokens)
+    count = agree(len(cut))
+    if layout.packed:
+        costs = sample_costs(lengths, layout.attention_tokens)
+        row_costs = [sum(costs[index] for index in row) for row in rows]
+        cut = balanced_micro_batches(widths, row_costs, layout.micro_batch_tokens, count)
+    cut += [[] for _ in range(count - len(cut))]
+    return [[rows[r] for r in batch] for batch in cut]
 
 
 def empty_rows() -> Rows:

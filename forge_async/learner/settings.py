@@ -30,6 +30,7 @@ class LearnerSettings:
     dtype: str = setting("float32", "dtype of the forward and backward pass", choices=("float32", "bfloat16"))
     row_tokens: int = setting(64, "tokens of a packed row; grows to the longest sample", unit="tokens", low=8)
     micro_batch_tokens: int = setting(2048, "tokens of one forward and backward pass on a rank", unit="tokens", low=8)
+    packed: bool = setting(True, "whether samples share rows; false pads each to the longest of its micro-batch")
     attention_tokens: int = setting(
         ATTENTION_TOKENS,
         "length of a sample at which attention costs as much as the rest, about 8 times the model's width; ranks and "
@@ -42,6 +43,15 @@ class LearnerSettings:
         "tokens whose logits are held at a time; a micro-batch of more is cut, and the logits are made twice",
         unit="tokens",
         low=1,
+    )
+    max_sample_tokens: int = setting(
+        0, "longest sample that is trained on, prompt included; 0: no limit", unit="tokens", low=0
+    )
+    oversize: str = setting(
+        "refuse",
+        "what becomes of a longer sample, before its group is admitted to a batch. refuse: the group is filtered "
+        "(oversize); truncate: its first tokens are trained on, or the group is refused if none of them was sampled",
+        choices=("refuse", "truncate"),
     )
     updates_per_batch: int = setting(
         1,

@@ -91,6 +91,7 @@ STALENESS_BOUND = _sometimes("staleness/bound", "versions", "S, the bound that n
 FRESH_DEPTH = _sometimes("queue/fresh_depth", "groups", "ready groups of the fresh lane (async.fresh_fraction)")
 GROUPS_SALVAGED = _sometimes("groups/salvaged", "groups", "groups that went on without their cut rollouts")
 ROLLOUTS_CUT = _sometimes("rollouts/cut", "rollouts", "rollouts cut off at rollout.timeout_s since the step before")
+SAMPLES_OVERSIZE = _sometimes("samples/oversize", "samples", "samples above learner.max_sample_tokens, cut or refused")
 GROUPS_CANCELLED = _sometimes("groups/cancelled", "groups", "groups cancelled since the step before")
 EVAL_SCORE = _sometimes("eval/score", "", "mean score on the held-out prompts, greedy; an evaluation that has ended")
 EVAL_LOW = _sometimes("eval/low", "", "lower end of that score's 95% interval")

@@ -24,6 +24,7 @@ from forge_async.prompt.ports import PromptSource, Renderer
 from forge_async.reward.advantages import is_zero_variance, rollout_advantages, shaped_rewards
 from forge_async.reward.ports import RewardCall, RewardPool
 from forge_async.reward.settings import AdvantageSettings
+from forge_async.rollout.oversize import SampleLimit
 from forge_async.rollout.samples import samples_of_turn
 from forge_async.rollout.settings import RolloutSettings
 
@@ -71,6 +72,8 @@ class WorkerStats:
     """Rollouts that were cut off at their deadline."""
     num_salvaged: int = 0
     """Groups that go on without some of their rollouts."""
+    num_oversize: int = 0
+    """Samples above `learner.max_sample_tokens`, cut or refused."""
     spans: list[tuple[str, str, float, float]] = field(default_factory=list)
     """(name, category, start, duration), wall clock, for the trace."""
 
@@ -106,12 +109,13 @@ class GroupMaker:
         advantage: AdvantageSettings,
         rollout: RolloutSettings,
         now_s: Callable[[], float] = time.time,
+        limit: SampleLimit | None = None,
     ) -> None:
         """`now_s` is the wall clock that groups are stamped with."""
         self._now_s = now_s
         self._source, self._renderer, self._rewards = source, renderer, rewards
         self._sampling, self._group_size, self._run_seed = sampling, group_size, run_seed
-        self._advantage, self._rollout = advantage, rollout
+        self._advantage, self._rollout, self._limit = advantage, rollout, limit or SampleLimit()
         self._stats = WorkerStats()
 
     async def make(
@@ -224,17 +228,23 @@ class GroupMaker:
         completions = asked.whole
         shaped = shaped_rewards(rewards, completions.lengths, self._sampling.max_new_tokens, self._advantage)
         drop = self._advantage.zero_variance == "refill" and is_zero_variance(shaped)
+        reason = "zero_variance" if drop else ""
         advantages = rollout_advantages(shaped, completions.truncated, self._advantage)
+        whole = samples_of_turn(asked.prompt.token_ids, completions, advantages)
+        samples = self._limit.applied(whole)
+        if samples is None:
+            samples, reason = whole, "oversize"
+        self._stats.num_oversize += self._limit.num_oversize(whole)
         return MadeGroup(
             admission=asked.admission,
             group=Group(
                 index=asked.admission.index,
                 prompt_id=asked.admission.prompt_id,
-                samples=samples_of_turn(asked.prompt.token_ids, completions, advantages),
+                samples=samples,
                 rewards=rewards,
             ),
-            outcome="filtered" if drop else "",
-            reason="zero_variance" if drop else "",
+            outcome="filtered" if reason else "",
+            reason=reason,
             generated_s=generated_s,
             scored_s=scored_s,
             num_tokens=len(completions.token_ids),

@@ -132,6 +132,8 @@ class WorkerReport:
     """Rollouts that were cut off at their deadline."""
     num_salvaged: int = 0
     """Groups that went on without some of their rollouts."""
+    num_oversize: int = 0
+    """Samples above `learner.max_sample_tokens`, cut or refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

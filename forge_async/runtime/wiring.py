@@ -22,6 +22,7 @@ from forge_async.config.schema import Config
 from forge_async.core.versions import PolicyVersion
 from forge_async.pipeline.ports import Admission, EvalScores, GroupRecord, LearnerStep, Pull, ReplicaStats, WorkerReport
 from forge_async.replay.admission import Prompts
+from forge_async.rollout.oversize import SampleLimit
 from forge_async.runtime.meshes import Placement
 
 T = TypeVar("T")
@@ -243,6 +244,7 @@ async def _start_rollout(number: int, config: Config, folder: Path, placement: P
         seed=config.root.seed,
         max_model_tokens=config.policy.max_model_tokens,
         evaluation=config.eval,
+        limit=SampleLimit(max_tokens=config.learner.max_sample_tokens, rule=config.learner.oversize),
     )
     options = RolloutActor.options(mesh_name=f"rollout_{number}", hosts=placement.controller, **limits)
     return await options.as_actor(plan)

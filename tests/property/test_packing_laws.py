@@ -98,10 +98,10 @@ def test_ranks_make_equally_many_micro_batches(of_ranks, row_tokens, micro_batch
         assert sum(int(rows.mask.sum()) for rows in batches) == (samples.num_loss_tokens if samples else 0)
 
 
-@given(some_samples(), st.integers(1, 30), st.integers(1, 80))
-def test_every_sample_can_be_read_back_from_the_rows(samples, row_tokens, micro_batch_tokens):
-    found = []
-    for rows in build_micro_batches(samples, Layout(row_tokens=row_tokens, micro_batch_tokens=micro_batch_tokens)):
+@given(some_samples(), st.integers(1, 30), st.integers(1, 80), st.booleans())
+def test_every_sample_can_be_read_back_from_the_rows(samples, row_tokens, micro_batch_tokens, packed):
+    layout, found = Layout(row_tokens=row_tokens, micro_batch_tokens=micro_batch_tokens, packed=packed), []
+    for rows in build_micro_batches(samples, layout):
         for b in range(len(rows.token_ids)):
             found += _documents(rows, b)
     edges = samples.bounds()

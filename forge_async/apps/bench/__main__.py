@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from forge_async.apps.arguments import Parser, path
-from forge_async.apps.bench import overlap, rules, start, swaps, trl, weights
+from forge_async.apps.bench import overlap, packing, rules, start, swaps, trl, weights
 from forge_async.apps.bench.output import Report, print_table, write_json
 from forge_async.apps.bench.plan import Plan
 from forge_async.apps.exit import DONE, guarded_main
@@ -17,6 +17,7 @@ from forge_async.observe.run_directory import default_path
 BENCHES: dict[str, Callable[[Plan], Report]] = {
     "start": start.measure,
     "overlap": overlap.measure,
+    "packing": packing.measure,
     "rules": rules.measure,
     "swaps": swaps.measure,
     "trl": trl.measure,
@@ -26,6 +27,7 @@ BENCHES: dict[str, Callable[[Plan], Report]] = {
 ROUNDS_AND_STEPS = {
     "start": (3, 1),
     "overlap": (2, 40),
+    "packing": (5, 1),
     "rules": (1, 1),
     "swaps": (1, 60),
     "trl": (2, 30),

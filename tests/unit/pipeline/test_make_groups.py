@@ -10,6 +10,7 @@ from forge_async.core.versions import PolicyVersion, VersionRuns
 from forge_async.pipeline.make_groups import GroupMaker
 from forge_async.policy.ports import GenerationResult, Sampling
 from forge_async.reward.settings import AdvantageSettings
+from forge_async.rollout.oversize import SampleLimit
 from forge_async.rollout.settings import RolloutSettings
 from tests.fakes import FakeAdmission, FakeRenderer, FakeRewards, FakeSource
 
@@ -88,7 +89,9 @@ def admissions(*indices):
     ]
 
 
-def maker(rewards=None, *, zero_variance="refill", timeout_s=5.0, group_timeout_s=9.0, min_rollouts=2, **advantage):
+def maker(
+    rewards=None, *, zero_variance="refill", timeout_s=5.0, group_timeout_s=9.0, min_rollouts=2, limit=None, **advantage
+):
     return GroupMaker(
         source=FakeSource(),
         renderer=FakeRenderer(),
@@ -98,6 +101,7 @@ def maker(rewards=None, *, zero_variance="refill", timeout_s=5.0, group_timeout_
         run_seed=11,
         advantage=AdvantageSettings(zero_variance=zero_variance, **advantage),
         rollout=RolloutSettings(timeout_s=timeout_s, group_timeout_s=group_timeout_s, min_rollouts=min_rollouts),
+        limit=limit,
     )
 
 
@@ -232,3 +236,15 @@ async def test_the_time_spent_scoring_is_counted_once():
     stats = a_maker.take_stats()
     assert (stats.groups, len(stats.spans)) == (2, 2)
     assert a_maker.take_stats().groups == 0
+
+
+@pytest.mark.parametrize(("rule", "reason"), [("refuse", "oversize"), ("truncate", "")])
+async def test_a_group_with_a_sample_that_the_learner_does_not_take_is_refused_or_cut(rule, reason):
+    policy = FakePolicy([["a", "bbbbbb", "cc"]])
+    num_prompt = len(FakeSource().prompt(PromptId(source="fake", epoch=0, index=3)).token_ids)
+    a_maker = maker(limit=SampleLimit(max_tokens=num_prompt + 3, rule=rule))
+    ((made,),) = await make(a_maker, [3], policy)
+    assert (made.outcome, made.reason) == ("filtered" if reason else "", reason)
+    assert made.group.samples.lengths.tolist() == [num_prompt + 2, num_prompt + (7 if reason else 3), num_prompt + 3]
+    assert made.group.rewards.tolist() == [1, 6, 2]
+    assert a_maker.take_stats().num_oversize == 1
