@@ -30,6 +30,9 @@ class FakeSubject:
         rows = log_softmax(self._tables[which][list(tokens[:-1])] / temperature)
         return rows[np.arange(len(tokens) - 1), list(tokens[1:])]
 
+    def logits(self, which, tokens):
+        return self._tables[which][list(tokens)]
+
     def mixed(self, tokens, reads):
         rows, at = [], 0
         for which, count in reads:
@@ -49,17 +52,30 @@ class VllmSubject:
     def logprobs(self, which, tokens, temperature=1.0):
         return self._references[which].logprobs(tokens, temperature)
 
+    def logits(self, which, tokens):
+        return self._references[which].logits(tokens)
+
     def mixed(self, tokens, reads):
         return mixed_logprobs([(self._references[which], count) for which, count in reads], tokens)
 
 
-def request(id="a", prompt=PROMPT, *, n=1, seed=0, tokens=8, temperature=1.0, stop=()):
+def request(
+    id="a", prompt=PROMPT, *, n=1, seed=0, tokens=8, temperature=1.0, stop=(), top_p=1.0, top_k=0, texts=(), given=0
+):
     return GenerationRequest(
         id=id,
         prompt_token_ids=np.array(prompt, dtype=np.int32),
         num_samples=n,
+        num_given=given,
         seed=seed,
-        sampling=Sampling(max_new_tokens=tokens, temperature=temperature, stop_token_ids=tuple(stop)),
+        sampling=Sampling(
+            max_new_tokens=tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            stop_token_ids=tuple(stop),
+            stop_strings=tuple(texts),
+        ),
     )
 
 

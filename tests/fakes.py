@@ -16,13 +16,15 @@ from typing import Any
 
 import numpy as np
 
+from forge_async.core import kept_sets
 from forge_async.core.clock import within
 from forge_async.core.errors import NonFiniteError, PolicyError, WeightsError
 from forge_async.core.records import Completions, Prompt, PromptId
 from forge_async.core.versions import PolicyVersion, VersionRuns
 from forge_async.learner.batch import Share
 from forge_async.learner.ports import StepResult
-from forge_async.pipeline.ports import GroupRecord, LearnerStep, Pull, ReplicaStats, WorkerReport
+from forge_async.pipeline.estimates import Estimate
+from forge_async.pipeline.ports import EvalScores, GroupRecord, LearnerStep, Pull, ReplicaStats, WorkerReport
 from forge_async.policy.ports import GenerationRequest, GenerationResult, Occupancy, Sampling
 from forge_async.policy.service import ServiceStats
 from forge_async.reward.ports import RewardCall, RewardFault, RewardOutcome
@@ -51,9 +53,11 @@ class _Running:
 
     rng: np.random.Generator
     last: int
+    given: list[int]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[PolicyVersion] = field(default_factory=list)
+    kept_sets: list[np.ndarray] = field(default_factory=list)
     truncated: bool = False
     done: bool = False
 
@@ -79,8 +83,11 @@ class FakeEngine:
             assert request.prefix is None
             assert request.id not in self._running
             self.log.append(("add", request.id))
-            last = int(request.prompt_token_ids[-1])
-            rows = [_Running(np.random.default_rng(request.seed + i), last) for i in range(request.num_samples)]
+            prompt = request.prompt_token_ids.tolist()
+            given = prompt[len(prompt) - request.num_given :]
+            rows = [
+                _Running(np.random.default_rng(request.seed + i), prompt[-1], given) for i in range(request.num_samples)
+            ]
             self._running[request.id] = (request, rows)
         return refused
 
@@ -132,22 +139,28 @@ class FakeEngine:
 
     def _advance(self, row: _Running, sampling: Sampling) -> None:
         if sampling.temperature > 0:
-            logprobs = log_softmax(self.table[row.last] / sampling.temperature)
+            logits = self.table[row.last] / sampling.temperature
+            logprobs = log_softmax(_without_left_out(logits, sampling) if sampling.leaves_out else logits)
             token = int(np.argmax(logprobs + row.rng.gumbel(size=len(logprobs))))
         else:
             logprobs = log_softmax(self.table[row.last])
             token = int(np.argmax(logprobs))
         row.tokens.append(token)
+        if sampling.leaves_out:
+            order = np.argsort(-logprobs, kind="stable")
+            row.kept_sets.append(kept_sets.from_logprobs(order[None], logprobs[order][None], is_whole=True))
         row.logprobs.append(float(logprobs[token]))
         row.versions.append(self.version)
         row.last = token
-        stopped = token in sampling.stop_token_ids
+        text = FakeRenderer().decode([*row.given, *row.tokens]) if sampling.stop_strings else ""
+        stopped = token in sampling.stop_token_ids or any(each in text for each in sampling.stop_strings)
         row.truncated = not stopped and len(row.tokens) == sampling.max_new_tokens
         row.done = stopped or row.truncated
 
 
 def _result_of(id: str, rows: Sequence[_Running]) -> GenerationResult:
     versions = [version for row in rows for version in row.versions]
+    sets = [kept_set for row in rows for kept_set in row.kept_sets]
     return GenerationResult(
         id=id,
         completions=Completions(
@@ -157,8 +170,19 @@ def _result_of(id: str, rows: Sequence[_Running]) -> GenerationResult:
             versions=VersionRuns.of((1, version.step, version.incarnation) for version in versions),
             truncated=np.array([row.truncated for row in rows]),
             cut=np.array([not row.done for row in rows]),
+            kept_set=kept_sets.lay_together(sets, [1] * len(sets)),
         ),
     )
+
+
+def _without_left_out(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
+    """Logits with -inf for what top-k, and then top-p, leaves out."""
+    order = np.argsort(-logits, kind="stable")[: sampling.top_k or None]
+    before = np.cumsum(np.exp(log_softmax(logits[order]))) - np.exp(log_softmax(logits[order]))
+    left = np.full_like(logits, -np.inf)
+    chosen = order[before < sampling.top_p]
+    left[chosen] = logits[chosen]
+    return left
 
 
 class FakeLearner:
@@ -355,6 +379,17 @@ def step_result(**fields: Any) -> StepResult:
     return StepResult(**plain | {"num_loss_tokens": 0, "num_row_tokens": 0} | fields)
 
 
+def eval_scores(score: float, versions: tuple[int, int] = (0, 0), **fields: Any) -> EvalScores:
+    """What an evaluation of 2 prompts found, without samples unless `fields` say so."""
+    return EvalScores(
+        **{"num_samples": 0, "sampled": None, "pass_at": ()} | fields,
+        num_prompts=2,
+        greedy=Estimate(mean=score, low=score / 2, high=(1 + score) / 2),
+        oldest_version=versions[0],
+        newest_version=versions[1],
+    )
+
+
 # The remote ends that the ring calls.
 
 
@@ -363,6 +398,7 @@ class FakeAdmission:
     index: int
     prompt_id: PromptId
     attempt: int = 0
+    fresh: bool = False
 
 
 class FakeReplay:
@@ -420,6 +456,9 @@ class FakeReplay:
 
     async def state(self) -> dict[str, float]:
         return {f"groups/{name}": 0 for name in ("admitted", "trained", "filtered", "failed", "expired", "cancelled")}
+
+    async def set_max_staleness(self, max_staleness: int) -> None:
+        self._max_staleness = max_staleness
 
     async def why(self) -> str:
         return f"{len(self._made)} groups are made"
@@ -537,8 +576,8 @@ class FakeWorkers:
         self.made += indices
         return [group_record(index, replica, (version.step, version.step)) for index in indices]
 
-    async def evaluate(self, num_prompts: int, replica: str, name: str) -> tuple[float, list[int]]:
-        return 0.25, [0]
+    async def evaluate(self, num_prompts: int, replica: str, name: str) -> EvalScores | None:
+        return eval_scores(0.25)
 
     async def stats(self) -> list[WorkerReport]:
         await asyncio.sleep(0)

@@ -72,13 +72,18 @@ class Reference:
         torch.set_num_threads(1)
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """float32 [T, V]."""
+        import torch
+
+        with torch.no_grad():
+            return self.model(torch.tensor([list(map(int, token_ids))])).logits[0].numpy()
+
     def logprobs(self, token_ids: Sequence[int], temperature: float = 1.0) -> np.ndarray:
         """float64 [T - 1], log-probability of each token after the first."""
         import torch
 
-        with torch.no_grad():
-            logits = self.model(torch.tensor([list(map(int, token_ids))])).logits[0]
-        return _taken(logits, token_ids, temperature)
+        return _taken(torch.from_numpy(self.logits(token_ids)), token_ids, temperature)
 
     def entropies(self, token_ids: Sequence[int], temperature: float = 1.0) -> np.ndarray:
         """float64 [T - 1], entropy of the distribution of each token after the first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,6 +31,13 @@ def make_samples(sample_steps: Sequence[Sequence[int]], *, prompt_tokens: int = 
         advantages=np.where(mask, 1.0, 0.0).astype(np.float32),
         versions=versions,
     )
+
+
+def with_sets(sample_steps: Sequence[Sequence[int]], width: int) -> Samples:
+    """`make_samples`, whose token t was kept with the ids 10 t, 10 t + 1 ..."""
+    samples = make_samples(sample_steps)
+    ids = 10 * np.arange(samples.num_tokens)[:, None] + np.arange(width)
+    return dataclasses.replace(samples, kept_set=np.where(samples.loss_mask[:, None], ids, -1).astype(np.int32))
 
 
 def make_group(

@@ -152,6 +152,7 @@ def _describe(groups: Sequence[Group], state: ReplayState) -> dict[str, Any]:
     rewards = np.concatenate([group.rewards for group in groups])
     return {
         "indices": [group.index for group in groups],
+        "ended": state.take_ended(),
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/zero_variance_fraction": float(

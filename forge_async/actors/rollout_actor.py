@@ -10,11 +10,12 @@ from forge_async.actors.forge_actor import ActorHandle, ForgeActor, concurrent_e
 from forge_async.core.errors import ForgeError
 from forge_async.core.records import Group, Prompt
 from forge_async.observe.process_stats import own_stats
-from forge_async.pipeline.evaluate import evaluate
+from forge_async.pipeline.evaluate import Evaluator
 from forge_async.pipeline.hand_over import make_and_hand_over
 from forge_async.pipeline.make_groups import GroupMaker
-from forge_async.pipeline.ports import Admission, GroupRecord, WorkerReport
-from forge_async.policy.ports import GenerationRequest, GenerationResult, Sampling
+from forge_async.pipeline.ports import Admission, EvalScores, GroupRecord, WorkerReport
+from forge_async.pipeline.settings import EvalSettings
+from forge_async.policy.ports import GenerationRequest, GenerationResult
 from forge_async.policy.settings import SamplingSettings
 from forge_async.prompt.ports import PromptSource, Renderer
 from forge_async.prompt.settings import TaskSettings
@@ -44,6 +45,7 @@ class RolloutPlan:
     """Longest prompt and completion that the engine takes."""
     limit: SampleLimit = field(default_factory=SampleLimit)
     """What the learner takes."""
+    evaluation: EvalSettings = field(default_factory=EvalSettings)
 
 
 class RolloutActor(ForgeActor):
@@ -53,7 +55,7 @@ class RolloutActor(ForgeActor):
         self._plan = plan
         self._replicas: dict[str, _RemotePolicy] = {}
         self._replay: _RemoteSink | None = None
-        self._evaluator: ProcessRewardPool | None = None
+        self._exact: ProcessRewardPool | None = None
 
     async def setup(self) -> None:
         from forge_async.backends.tasks import check_prompts_fit, open_task
@@ -63,19 +65,13 @@ class RolloutActor(ForgeActor):
         check_prompts_fit(task, plan.sampling.max_new_tokens, plan.max_model_tokens)
         self._source: PromptSource = task.source
         self._renderer: Renderer = task.renderer
-        self._sampling = Sampling(
-            max_new_tokens=plan.sampling.max_new_tokens,
-            temperature=plan.sampling.temperature,
-            top_p=plan.sampling.top_p,
-            top_k=plan.sampling.top_k,
-            stop_token_ids=task.renderer.stop_token_ids,
-        )
+        self._sampling = plan.sampling.until(task.renderer.stop_token_ids)
         self._rewards = ProcessRewardPool(
             task.reward, num_workers=plan.rollout.reward_workers, timeout_s=plan.reward_timeout_s
         )
         if task.exact:
-            self._evaluator = ProcessRewardPool(task.exact, timeout_s=plan.reward_timeout_s)
-        await asyncio.gather(self._rewards.start(), *([self._evaluator.start()] if self._evaluator else []))
+            self._exact = ProcessRewardPool(task.exact, timeout_s=plan.reward_timeout_s)
+        await asyncio.gather(self._rewards.start(), *([self._exact.start()] if self._exact else []))
         self._maker = GroupMaker(
             source=self._source,
             renderer=self._renderer,
@@ -90,8 +86,8 @@ class RolloutActor(ForgeActor):
 
     async def teardown(self) -> None:
         await self._rewards.close()
-        if self._evaluator is not None:
-            await self._evaluator.close()
+        if self._exact is not None:
+            await self._exact.close()
 
     @concurrent_endpoint
     async def source(self) -> tuple[str, int]:
@@ -112,20 +108,19 @@ class RolloutActor(ForgeActor):
         return await make_and_hand_over(self._maker, admissions, self._replicas[replica], replica, self._replay)
 
     @concurrent_endpoint
-    async def evaluate(self, num_prompts: int, replica: str, name: str) -> tuple[float, list[int]]:
-        """Mean greedy score on held-out prompts, and the steps of the versions that answered."""
+    async def evaluate(self, num_prompts: int, replica: str, name: str) -> EvalScores | None:
+        """Have a replica answer at most `num_prompts` held-out prompts; None when there are none."""
         prompts: list[Prompt] = self._source.held_out(num_prompts)
         if not prompts:
-            return float("nan"), []
-        score, steps = await evaluate(
-            prompts,
-            self._replicas[replica],
+            return None
+        evaluator = Evaluator(
             renderer=self._renderer,
-            scorer=self._evaluator or self._rewards,
+            scorer=self._exact or self._rewards,
             sampling=self._sampling,
-            name=name,
+            settings=self._plan.evaluation,
+            seed=self._plan.seed,
         )
-        return score, sorted(steps)
+        return await evaluator.evaluate(prompts, self._replicas[replica], name)
 
     @concurrent_endpoint
     async def stats(self) -> WorkerReport:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import math
-import os
 import sys
-import warnings
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +15,9 @@ import numpy as np
 
 from forge_async.apps.arguments import Parser
 from forge_async.apps.exit import guarded_main
+from forge_async.backends import folder_engine
 from forge_async.config import Config, from_file
 from forge_async.core.errors import ConfigError, one_sentence
-from forge_async.core.packages import require
 from forge_async.core.versions import PolicyVersion
 from forge_async.policy.ports import GenerationRequest, Sampling
 from forge_async.policy.service import RequestService
@@ -112,7 +109,10 @@ async def talk(model: Model, options: argparse.Namespace) -> None:
     await service.start()
     try:
         sampling = Sampling(
-            max_new_tokens=new_tokens, temperature=options.temperature, stop_token_ids=renderer.stop_token_ids
+            max_new_tokens=new_tokens,
+            temperature=options.temperature,
+            stop_token_ids=renderer.stop_token_ids,
+            stop_strings=tuple(model.config.sampling.stop),
         )
         answers = Answers(service, renderer, sampling, model.config.task.system, options.seed, settings)
         if options.prompts:
@@ -198,36 +198,7 @@ def _renderer(model: Model) -> Renderer:
 
 
 def _build_engine(model: Model, settings: PolicySettings) -> Any:
-    """The real engine with the folder's weights. Runs on the engine's own thread."""
-    require("safetensors", feature="Reading a model")
-    _quieten()
-    from forge_async.backends.vllm_engine import VllmEngine
-
-    version = PolicyVersion(step=model.step)
-    engine = VllmEngine(str(model.folder), settings, version)
-    engine.load(dict(_weights(model.folder)), version)
-    return engine
-
-
-def _quieten() -> None:
-    """Before torch and vLLM are imported: one thread (two on busy cores are slower), and no warnings of theirs."""
-    for name, value in (("OMP_NUM_THREADS", "1"), ("VLLM_CONFIGURE_LOGGING", "0"), ("TORCH_CPP_LOG_LEVEL", "ERROR")):
-        os.environ.setdefault(name, value)
-    logging.getLogger("vllm").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning)
-
-
-def _weights(folder: Path) -> Iterable[tuple[str, Any]]:
-    from safetensors.torch import load_file
-
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{folder} has no .safetensors file; convert the model to safetensors first.")
-    for file in files:
-        try:
-            yield from load_file(file).items()
-        except Exception as error:  # noqa: BLE001  safetensors has an error of its own for a damaged file
-            raise ConfigError(f"{file} cannot be read as safetensors: {error}.") from error
+    return folder_engine.build(model.folder, settings, PolicyVersion(step=model.step))
 
 
 async def _lines() -> AsyncIterator[str]:

@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from forge_async.apps.exit import DONE, FAILED, INTERRUPTED, guarded_main, show_traceback
@@ -70,7 +69,8 @@ def _train(config: Config, begun_s: float) -> int:
         max_staleness=bound,
         eval_before=launch.result.eval_before,
         eval_after=launch.result.eval_after,
-        evaluations=[asdict(found) for found in launch.result.evaluations],
+        evaluations=[found.record() for found in launch.result.evaluations],
+        best_checkpoint=str(best) if (best := launch.result.best_checkpoint) else None,
         groups=launch.result.groups,
         weights_sha256=launch.result.weights_sha256,
     )

@@ -89,7 +89,7 @@ def _transformers_logits(folder: Path, prompts: Sequence[np.ndarray]) -> list[to
 
 def _learner_logits(folder: Path, prompts: Sequence[np.ndarray]) -> list[torch.Tensor]:
     """float32 [T, V] of each prompt, by a learner of one rank built as a run builds it."""
-    _be_the_only_rank()
+    be_the_only_rank()
     from forge_async.backends.titan_learner import TitanLearner
     from forge_async.learner.loss import supervised_loss
 
@@ -119,7 +119,7 @@ def _watch_logits(learner: TitanLearner, ids: np.ndarray) -> torch.Tensor:
     return seen[0][0].float().cpu()
 
 
-def _be_the_only_rank() -> None:
+def be_the_only_rank() -> None:
     """The environment of torch's elastic launch, for a world of one."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

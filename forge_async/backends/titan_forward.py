@@ -20,7 +20,7 @@ class Forward:
     """What a pass gave, of each token's successor."""
 
     logprobs: torch.Tensor
-    """[B, L] float32: of the targets, after temperature."""
+    """[B, L] float32: of the targets, after temperature, over the kept sets where there are any."""
     entropy: torch.Tensor | None
     """[B, L] float32, in nats, where it was asked for."""
 
@@ -30,12 +30,13 @@ def forward(model: Any, columns: dict[str, torch.Tensor], wanted: Wanted) -> For
 
     Args:
         model: torchtitan's, whole or sharded; collective when sharded.
-        columns: token_ids, positions and targets, int64 [B, L].
+        columns: token_ids, positions and targets, int64 [B, L]; kept_set, int64 [B, L, K], where the sampler left
+            tokens out.
         wanted: temperature, whether entropy is wanted, and how many tokens' logits may be held at a time.
     """
-    positions, targets = columns["positions"], columns["targets"]
+    positions, targets, kept_set = columns["positions"], columns["targets"], columns.get("kept_set")
     masks = titan_cpu.attention_masks(positions) if titan_cpu.ON_CPU else model.get_attention_masks(positions)
-    with _head_gives(model.lm_head, lambda project, hidden: token_scores(project, hidden, targets, wanted)):
+    with _head_gives(model.lm_head, lambda project, hidden: token_scores(project, hidden, targets, wanted, kept_set)):
         logprobs, entropy = model(columns["token_ids"], attention_masks=masks, positions=positions)
     return Forward(logprobs=logprobs, entropy=entropy)
 

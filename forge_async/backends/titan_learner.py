@@ -232,7 +232,8 @@ class TitanLearner:
         return sums, {name: self._max_over_ranks(value) for name, value in totals.maxima.items()}
 
     def _to_device(self, rows: Rows) -> dict[str, torch.Tensor]:
-        columns = {name: torch.from_numpy(getattr(rows, name)) for name in COLUMNS}
+        names = COLUMNS if rows.kept_set is None else (*COLUMNS, "kept_set")
+        columns = {name: torch.from_numpy(getattr(rows, name)) for name in names}
         return {name: column.to(self._device) for name, column in columns.items()}
 
     def _forward_backward(self, rows: Rows, counts: Counts, known: dict[str, torch.Tensor], update: int) -> LossTerms:

@@ -19,13 +19,16 @@ from typing import Any
 
 import numpy as np
 
+from forge_async.backends.hf_renderer import HfRenderer
 from forge_async.backends.vllm_inside import Inside
+from forge_async.core import kept_sets
 from forge_async.core.errors import PolicyError, WeightsError
 from forge_async.core.packages import require
 from forge_async.core.records import Completions
 from forge_async.core.versions import PolicyVersion, VersionRuns
 from forge_async.policy.ports import GenerationRequest, GenerationResult, Occupancy
 from forge_async.policy.settings import PolicySettings
+from forge_async.policy.stop_strings import StopWatcher
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -39,6 +42,9 @@ CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
 }
 
+TIED_TOKENS = 16
+"""Room in a kept set beside top_k: where tokens share the k-th place, vLLM keeps all of them (on a CPU; on a GPU k)."""
+
 
 class VllmEngine:
     """One vLLM engine. Built on, and used from, a single thread."""
@@ -47,7 +53,7 @@ class VllmEngine:
         """Build the engine with weights of no meaning; `load` brings the first real ones.
 
         Args:
-            model_folder: Hugging Face folder; only its configuration is read.
+            model_folder: Hugging Face folder; its configuration is read, and its tokenizer for stop strings.
             settings: sizes and dtype.
             version: what is stamped until the first load.
             seed: of draws whose request names none.
@@ -74,6 +80,10 @@ class VllmEngine:
         self._engine = LLMEngine.from_engine_args(EngineArgs(**_arguments(model_folder, settings, seed, on_cpu)))
         self.build_s = time.perf_counter() - begun - self.import_s
         self._inside = Inside(self._engine)
+        self._folder = model_folder
+        self._renderer: HfRenderer | None = None
+        """The tokenizer, once a stop string has asked for text."""
+        self._vocab_size = int(self._engine.model_config.get_vocab_size())
         self._loads = itertools.count()
         self._stamp(version)
         self._torn: str = ""
@@ -87,6 +97,8 @@ class VllmEngine:
         for request in requests:
             try:
                 self._enqueue(request.id, request.prompt_token_ids, self._params(request), salt=self._salt)
+                if request.sampling.stop_strings:
+                    self._inside.watch(request.id, lambda request=request: self._watcher(request))
             except self._refusals as error:
                 refused[request.id] = str(error)
         return refused
@@ -97,7 +109,7 @@ class VllmEngine:
         finished, self._finished = self._finished, []
         if self._engine.has_unfinished_requests():
             finished += [
-                _result(output.request_id, output.outputs) for output in self._engine.step() if output.finished
+                self._result(output.request_id, output.outputs) for output in self._engine.step() if output.finished
             ]
         return finished
 
@@ -105,7 +117,7 @@ class VllmEngine:
         wanted = list(ids)
         results = [result for result in self._finished if result.id in wanted]
         self._finished = [result for result in self._finished if result.id not in wanted]
-        return results + [_result(id, rows) for id in wanted if (rows := self._inside.end(id))]
+        return results + [self._result(id, rows) for id in wanted if (rows := self._inside.end(id))]
 
     def num_unfinished(self) -> int:
         return self._engine.get_num_unfinished_requests() + len(self._finished)
@@ -146,7 +158,7 @@ class VllmEngine:
                 if output.finished and output.request_id == "score":
                     scored = output
                 elif output.finished:
-                    self._finished.append(_result(output.request_id, output.outputs))
+                    self._finished.append(self._result(output.request_id, output.outputs))
         rows = scored.prompt_logprobs or []
         return np.array([row[token].logprob for row, token in zip(rows[1:], ids[1:], strict=True)], dtype=np.float32)
 
@@ -190,10 +202,37 @@ class VllmEngine:
             max_tokens=sampling.max_new_tokens,
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=False,
-            logprobs=0,
+            # Those that were left out have a log-probability of -inf, so the likeliest tell which were kept.
+            logprobs=min(sampling.top_k + TIED_TOKENS, self._vocab_size) if sampling.leaves_out else 0,
+            flat_logprobs=sampling.leaves_out,
             detokenize=False,
             output_kind=self._final_only,
             skip_clone=True,  # made for this request alone
+        )
+
+    def _watcher(self, request: GenerationRequest) -> StopWatcher:
+        """What ends one completion of a request at a stop string."""
+        if self._renderer is None:
+            self._renderer = HfRenderer(self._folder)
+        given = request.prompt_token_ids[len(request.prompt_token_ids) - request.num_given :]
+        return StopWatcher(self._renderer.decode, request.sampling.stop_strings, given.tolist())
+
+    def _result(self, id: str, outputs: Any) -> GenerationResult:
+        """Turn vLLM's outputs of one request into columns."""
+        rows = sorted(outputs, key=lambda row: row.index)
+        lengths = np.array([len(row.token_ids) for row in rows], dtype=np.int32)
+        logprobs, kept_set = _logprobs(rows, self._vocab_size)
+        return GenerationResult(
+            id=id,
+            completions=Completions(
+                lengths=lengths,
+                token_ids=np.concatenate([np.asarray(row.token_ids, dtype=np.int32) for row in rows]),
+                logprobs=logprobs,
+                versions=VersionRuns.of(run for row in rows for run in _runs(row)),
+                truncated=np.array([row.finish_reason == "length" for row in rows]),
+                cut=np.array([row.finish_reason == "abort" for row in rows]),
+                kept_set=kept_set,
+            ),
         )
 
     def _model(self) -> Any:
@@ -226,6 +265,7 @@ def _arguments(model_folder: str, settings: PolicySettings, seed: int, on_cpu: b
         "block_size": settings.block_tokens,
         "enable_prefix_caching": settings.prefix_cache,
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,  # what is asked for is bounded by the request's top_k
         "disable_log_stats": True,
         "seed": seed,
     }
@@ -248,22 +288,18 @@ def _fused_parts(model: Any) -> Iterator[tuple[str, tuple[str, int, int]]]:
             start += rows
 
 
-def _result(id: str, outputs: Any) -> GenerationResult:
-    """Turn vLLM's outputs of one request into columns."""
-    rows = sorted(outputs, key=lambda row: row.index)
-    lengths = np.array([len(row.token_ids) for row in rows], dtype=np.int32)
-    logprobs = [entry[token].logprob for row in rows for token, entry in zip(row.token_ids, row.logprobs, strict=True)]
-    return GenerationResult(
-        id=id,
-        completions=Completions(
-            lengths=lengths,
-            token_ids=np.concatenate([np.asarray(row.token_ids, dtype=np.int32) for row in rows]),
-            logprobs=np.asarray(logprobs, dtype=np.float32),
-            versions=VersionRuns.of(run for row in rows for run in _runs(row)),
-            truncated=np.array([row.finish_reason == "length" for row in rows]),
-            cut=np.array([row.finish_reason == "abort" for row in rows]),
-        ),
-    )
+def _logprobs(rows: Sequence[Any], vocab_size: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """float32 [T], log-probabilities in vLLM's outputs, and int32 [T, K], kept sets where they were asked for."""
+    if isinstance(rows[0].logprobs, list):
+        entries = [entry[token] for row in rows for token, entry in zip(row.token_ids, row.logprobs, strict=True)]
+        return np.array([entry.logprob for entry in entries], dtype=np.float32), None
+    # Of each place the sampled token, then the likeliest ones.
+    flat = np.array([id for row in rows for id in row.logprobs.token_ids], dtype=np.int32)
+    num_tokens = sum(len(row.token_ids) for row in rows)
+    ids = flat.reshape(num_tokens, len(flat) // num_tokens if num_tokens else 2)
+    logprobs = np.array([x for row in rows for x in row.logprobs.logprobs], dtype=np.float32).reshape(ids.shape)
+    whole = ids.shape[1] == vocab_size + 1
+    return logprobs[:, 0].copy(), kept_sets.from_logprobs(ids[:, 1:], logprobs[:, 1:], is_whole=whole)
 
 
 def _runs(row: Any) -> Iterator[tuple[int, int, int]]:

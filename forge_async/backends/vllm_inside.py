@@ -7,9 +7,11 @@ what a request may find, and under which name its future blocks are kept.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from forge_async.policy.ports import Occupancy
+from forge_async.policy.stop_strings import StopWatcher
 
 
 class Inside:
@@ -62,6 +64,16 @@ class Inside:
         self._engine.abort_request([parent.request_id if parent else states[0].request_id], internal=True)
         return rows
 
+    def watch(self, id: str, make: Callable[[], StopWatcher]) -> None:
+        """Have each completion of a request that has just entered watched for stop strings.
+
+        vLLM asks a completion's detokenizer after each token whether it ends there. This one makes no text, it only
+        keeps the tokens; the watcher answers for it.
+        """
+        for inner in self._processor.external_req_ids[id]:
+            detokenizer, watcher = self._processor.request_states[inner].detokenizer, make()
+            detokenizer.update = _watched(detokenizer.update, watcher)
+
     def occupancy(self) -> Occupancy:
         """How full the engine is."""
         num_running, num_waiting = self._scheduler.get_request_counts()
@@ -81,3 +93,11 @@ class Inside:
             preempt(*args, **kwargs)
 
         self._scheduler._preempt_request = counted
+
+
+def _watched(update: Callable[[list[int], bool], Any], watcher: StopWatcher) -> Callable[[list[int], bool], str | None]:
+    def watched(new_token_ids: list[int], stop_terminated: bool) -> str | None:
+        update(new_token_ids, stop_terminated)
+        return watcher.completed_by(new_token_ids)
+
+    return watched

@@ -61,12 +61,6 @@ async def _start(settings: WeightsSettings, folder: str) -> tuple[Any, Callable[
     return await start_volume(), lambda: None
 
 
-def with_settings(handle: bytes, settings: WeightsSettings) -> bytes:
-    """The handle of the same store for clients with other settings: `auto`, `shm` and `rpc` are one kind of store."""
-    opened: _Handle = cloudpickle.loads(handle)
-    return cloudpickle.dumps(_Handle(settings=settings, address=opened.address))
-
-
 def open_store(handle: bytes) -> WeightStore:
     """A client of the store, over the transport that suits this process; one a process."""
     opened: _Handle = cloudpickle.loads(handle)

@@ -166,6 +166,24 @@ def completion_fits(config: Config) -> str | None:
     return None
 
 
+def stop_strings_have_text(config: Config) -> str | None:
+    """Every text contains the empty one."""
+    if "" in config.sampling.stop:
+        return "sampling.stop has an empty text, which would end every completion at once; leave it out."
+    return None
+
+
+def kept_set_fits(config: Config) -> str | None:
+    """What top-k keeps travels with each token."""
+    keeps, most = config.sampling.top_k, config.sampling.max_kept_tokens
+    if keeps > most:
+        return (
+            f"sampling.top_k={keeps} keeps more than sampling.max_kept_tokens={most}; use "
+            f"sampling.max_kept_tokens={keeps}, which costs up to {4 * keeps} bytes a token."
+        )
+    return None
+
+
 def block_fits(config: Config) -> str | None:
     """The engine's attention takes blocks of 32 tokens' multiples on CPU, of 16's on GPU."""
     block, on_gpu = config.policy.block_tokens, config.job.gpus_per_host > 0
@@ -215,6 +233,17 @@ def held_out_exists(config: Config) -> str | None:
             f"eval.num_prompts={prompts} with task.held_out_fraction=0 leaves no prompts to evaluate on; "
             "use task.held_out_fraction=0.1 or so, or eval.num_prompts=0."
         )
+    return None
+
+
+def passes_are_drawn(config: Config) -> str | None:
+    """pass@k needs k samples of each prompt."""
+    evaluation = config.eval
+    if any(k < 1 for k in evaluation.k):
+        return f"eval.k={evaluation.k} must be whole numbers of 1 or more."
+    most = max(evaluation.k, default=1)
+    if most > evaluation.samples:
+        return f"eval.k={evaluation.k} asks for more than eval.samples={evaluation.samples}; use eval.samples={most}."
     return None
 
 
@@ -298,11 +327,14 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     batch_divides,
     group_has_baseline,
     completion_fits,
+    kept_set_fits,
+    stop_strings_have_text,
     block_fits,
     engine_step_fits,
     concurrency_reads,
     row_fits,
     held_out_exists,
+    passes_are_drawn,
     hosts_exist,
     hosts_share_equally,
     gpus_suffice,

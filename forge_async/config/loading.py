@@ -156,7 +156,7 @@ def _kind(name: str) -> tuple[str, str]:
     if key.type is str:
         return "text", show(key.default or "some-text")
     if typing.get_origin(key.type) is list:
-        return "a list of texts", "[a,b]"
+        return ("a list of whole numbers", "[1,8]") if key.type == list[int] else ("a list of texts", "[a,b]")
     return ("a mapping of plain values", "{a: 1}") if key.name == name else ("a plain value", "1")
 
 

@@ -30,8 +30,6 @@ class NotBuilt:
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt(key="weights.transport", allowed=("auto", "shm", "rpc", "filesystem", "http")),
-    NotBuilt(key="sampling.top_p", allowed=(1.0,), why="the learner cannot renormalise over the kept tokens"),
-    NotBuilt(key="sampling.top_k", allowed=(0,), why="the learner cannot renormalise over the kept tokens"),
     NotBuilt(key="policy.tensor_parallel", allowed=(1,)),
     NotBuilt(key="learner.tensor_parallel", allowed=(1,)),
     NotBuilt(key="learner.expert_parallel", allowed=(1,)),

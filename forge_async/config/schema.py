@@ -105,7 +105,7 @@ class Key:
     field: str
     """Name of the dataclass field."""
     type: Any
-    """Type hint of the field: str, int, float, bool, int | str, list[str], or a dict of plain values."""
+    """Type hint of the field: str, int, float, bool, int | str, list[str], list[int], or a dict of plain values."""
     default: Any
     """Value when the user says nothing."""
     meta: Mapping[str, Any]

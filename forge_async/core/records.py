@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from forge_async.core import kept_sets
 from forge_async.core.errors import ForgeError
 from forge_async.core.versions import VersionRuns
 
@@ -65,6 +66,9 @@ class Completions:
     """bool [n], true where the token limit ended the completion rather than a stop token."""
     cut: np.ndarray
     """bool [n], true where the completion was ended from outside, before a stop token or the token limit."""
+    kept_set: np.ndarray | None = None
+    """int32 [sum of lengths, K], the ids that each token was sampled from, -1 padded, where top-p or top-k left some
+    out; None: the whole vocabulary. `logprobs` are renormalised over them. A row without an id: too many to record."""
 
     def bounds(self) -> np.ndarray:
         """int64 [n + 1], where each completion starts on the flat axis, and the end."""
@@ -92,7 +96,8 @@ class Samples:
     versions: VersionRuns
     """Version of each of the T tokens; NOT_SAMPLED where no policy made it."""
     kept_set: np.ndarray | None = None
-    """Optional: the sampler's kept token ids (top-p, top-k), int32 [T, K], -1 padded."""
+    """Optional: the sampler's kept token ids (top-p, top-k), int32 [T, K], -1 padded. Where loss_mask is true there is
+    at least one: `logprobs` are renormalised over them, and so the learner's must be."""
     routed_experts: np.ndarray | None = None
     """Optional: experts chosen while sampling, uint8 or int16 [T, layers, experts a token]."""
     schema: int = SCHEMA
@@ -151,7 +156,7 @@ class Samples:
             logprobs=np.concatenate([part.logprobs for part in parts]),
             advantages=np.concatenate([part.advantages for part in parts]),
             versions=VersionRuns.concat([part.versions for part in parts]),
-            kept_set=_concat_optional([part.kept_set for part in parts], "kept_set"),
+            kept_set=kept_sets.lay_together([part.kept_set for part in parts], [part.num_tokens for part in parts]),
             routed_experts=_concat_optional([part.routed_experts for part in parts], "routed_experts"),
         )
 

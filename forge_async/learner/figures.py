@@ -25,6 +25,9 @@ def step_figures(sums: Mapping[str, float], maxima: Mapping[str, float], counts:
     tokens = max(counts.num_loss_tokens, 1)
     figures = {name: sums[key] / tokens for key, name in MEANS.items() if key in sums}
     figures |= {name: value / tokens for name, value in sums.items() if name.startswith("objective/")}
+    if sums.get("fresh_tokens"):
+        figures["mismatch/fresh_kl"] = sums["fresh_kl"] / sums["fresh_tokens"]
+        figures["mismatch/fresh_logprob_diff_max"] = maxima["fresh_logprob_diff"]
     if "weight" in sums:
         figures["ratio/mean"] = sums["weight"] / tokens
         figures["ratio/max"] = maxima["weight"]

@@ -17,7 +17,8 @@ class LossInputs:
     """
 
     logprobs: torch.Tensor
-    """[B, L] float32 with gradient: the current policy's log-probability of the token."""
+    """[B, L] float32 with gradient: the current policy's log-probability of the token. These, and all that follow, are
+    over the tokens that the sampler chose among."""
     behaviour_logprobs: torch.Tensor
     """[B, L] float32: the sampler's, after temperature."""
     anchor_logprobs: torch.Tensor
@@ -41,8 +42,8 @@ class LossInputs:
     teacher_logprobs: torch.Tensor | None = None
     """[B, L] float32: the teacher's."""
     entropy: torch.Tensor | None = None
-    """[B, L] float32: entropy of the current policy's distribution over the vocabulary, in nats; with gradient where
-    it is part of the loss."""
+    """[B, L] float32: entropy of the current policy's distribution, in nats; with gradient where it is part of the
+    loss."""
     values: torch.Tensor | None = None
     """[B, L] float32 with gradient: the value head's prediction before the token."""
     old_values: torch.Tensor | None = None

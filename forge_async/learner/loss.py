@@ -125,15 +125,23 @@ class Loss:
         maxima = {"logprob_diff": zero}
         if self.compares:
             difference = (logprobs - inputs.behaviour_logprobs) * mask
+            fresh = segments.fresh(inputs)
+            kl = difference.exp() - 1 - difference  # 0 where the mask is
             ratio = ((logprobs - inputs.anchor_logprobs) * mask).exp()
             weight = (ratio if inputs.weights is None else ratio * inputs.weights) * mask
             sums |= {
-                "mismatch_kl": ((difference.exp() - 1 - difference) * mask).sum(),
+                "mismatch_kl": kl.sum(),
+                "fresh_kl": (kl * fresh).sum(),
+                "fresh_tokens": fresh.sum(),
                 "weight": weight.sum(),
                 "weight_squared": weight.square().sum(),
                 "masked": zero if inputs.weights is None else ((inputs.weights == 0) * mask).sum(),
             }
-            maxima = {"logprob_diff": difference.abs().max(), "weight": weight.max()}
+            maxima = {
+                "logprob_diff": difference.abs().max(),
+                "fresh_logprob_diff": (difference.abs() * fresh).max(),
+                "weight": weight.max(),
+            }
         if inputs.entropy is not None:
             sums["entropy"] = (inputs.entropy.detach() * mask).sum()
         for name, other in (("reference_kl", inputs.reference_logprobs), ("teacher_kl", inputs.teacher_logprobs)):

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from forge_async.core.kept_sets import NONE
 from forge_async.core.records import Samples
 from forge_async.core.versions import NOT_SAMPLED
 from forge_async.learner.packing import balanced_micro_batches, micro_batches, pack_rows, sample_costs
 from forge_async.learner.settings import ATTENTION_TOKENS
 
 COLUMNS = ("token_ids", "positions", "targets", "mask", "behaviour_logprobs", "advantages", "steps", "segments")
-"""The fields of Rows that are arrays."""
+"""The fields of Rows that are arrays of every micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,8 @@ class Rows:
     """int64 [B, L], number of the sample inside the micro-batch, from 0; the padding is the last."""
     sample_indices: tuple[int, ...] = ()
     """Which sample of the share each segment is; the padding has none."""
+    kept_set: np.ndarray | None = None
+    """int64 [B, L, K], the ids that the next token was sampled from, -1 padded; None: the whole vocabulary."""
 
     @property
     def num_segments(self) -> int:
@@ -146,6 +149,8 @@ def _fill(samples: Samples, rows: list[list[int]]) -> Rows:
     mask, behaviour, advantages = (np.zeros(shape, np.float32) for _ in range(3))
     order = tuple(index for row in rows for index in row)
     steps, segments = np.full(shape, NOT_SAMPLED, np.int64), np.full(shape, len(order), np.int64)
+    sets = np.zeros((0, 0), np.int32) if samples.kept_set is None else samples.kept_set
+    kept_set = np.full((*shape, sets.shape[1]), NONE, np.int64)
     made_by, numbers = samples.versions.per_token_steps(), iter(range(len(order)))
     for b, row in enumerate(rows):
         column = 0
@@ -161,6 +166,8 @@ def _fill(samples: Samples, rows: list[list[int]]) -> Rows:
             advantages[b, ahead] = samples.advantages[start + 1 : stop]
             steps[b, ahead] = np.where(samples.loss_mask[start + 1 : stop], made_by[start + 1 : stop], NOT_SAMPLED)
             segments[b, here] = next(numbers)
+            if len(sets):
+                kept_set[b, ahead] = sets[start + 1 : stop]
             column += count
         positions[b, column:] = np.arange(width - column)
     return Rows(
@@ -173,4 +180,5 @@ def _fill(samples: Samples, rows: list[list[int]]) -> Rows:
         steps=steps,
         segments=segments,
         sample_indices=order,
+        kept_set=kept_set if len(sets) else None,
     )

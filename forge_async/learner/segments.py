@@ -25,6 +25,15 @@ def lengths(inputs: LossInputs) -> torch.Tensor:
     return _totals(inputs.mask, inputs).clamp(min=1)[inputs.segments]
 
 
+def fresh(inputs: LossInputs) -> torch.Tensor:
+    """[B, L]: 1 at the masked tokens of samples that the trained version made whole, else 0.
+
+    A young token of a sample that began with an older version may stand on keys and values of that version, as after a
+    swap that keeps them, so that no learner could give it the same log-probability.
+    """
+    return inputs.mask * (sums(inputs.ages.to(inputs.mask.dtype), inputs) == 0)
+
+
 def to_go(values: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
     """[B, L]: at each token the sum of `values` over the masked tokens of its sample from it to the end."""
     masked = (values * inputs.mask).double()

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from forge_async.learner.kept_terms import kept_terms
+
 if TYPE_CHECKING:
     import torch
 
@@ -28,7 +30,11 @@ class Wanted:
 
 
 def token_scores(
-    project: Callable[[Any], Any], hidden: torch.Tensor, targets: torch.Tensor, wanted: Wanted
+    project: Callable[[Any], Any],
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    wanted: Wanted,
+    kept_set: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probabilities of the targets, and entropies in nats where they are wanted; both [B, L] float32.
 
@@ -37,15 +43,27 @@ def token_scores(
         hidden: [B, L, D].
         targets: int64 [B, L].
         wanted: the rest of the question.
+        kept_set: int64 [B, L, K], the tokens that the sampler left in, over which to renormalise; None: all tokens.
     """
     if targets.numel() <= wanted.chunk_tokens:
-        return _scores(project, hidden, targets, wanted)
+        return _scores(project, hidden, targets, wanted, kept_set)
     from torch.utils.checkpoint import checkpoint
 
     states = whole(hidden).flatten(0, 1).split(wanted.chunk_tokens)
+    parts = targets.flatten().split(wanted.chunk_tokens)
+    kept = [None] * len(parts) if kept_set is None else kept_set.flatten(0, 1).split(wanted.chunk_tokens)
     found = [
-        checkpoint(_scores, project, chunk[None], part[None], wanted, use_reentrant=False, preserve_rng_state=False)
-        for chunk, part in zip(states, targets.flatten().split(wanted.chunk_tokens), strict=True)
+        checkpoint(
+            _scores,
+            project,
+            chunk[None],
+            part[None],
+            wanted,
+            None if of_part is None else of_part[None],
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        for chunk, part, of_part in zip(states, parts, kept, strict=True)
     ]
     logprobs, entropies = zip(*found, strict=True)
     return _joined(logprobs, targets), None if entropies[0] is None else _joined(entropies, targets)
@@ -64,12 +82,20 @@ def token_entropy(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _scores(
-    project: Callable[[Any], Any], hidden: torch.Tensor, targets: torch.Tensor, wanted: Wanted
+    project: Callable[[Any], Any],
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    wanted: Wanted,
+    kept_set: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     import torch
     from torch.nn.functional import cross_entropy
 
-    logits = whole(project(hidden)).float()
+    logits = whole(project(hidden))
+    if kept_set is not None:
+        logprobs, entropy = kept_terms(logits, targets, kept_set, wanted.temperature)
+        return logprobs, {"none": None, "figure": entropy.detach(), "gradient": entropy}[wanted.entropy]
+    logits = logits.float()
     if wanted.temperature != 1.0:
         logits = logits / wanted.temperature
     logprobs = -cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)

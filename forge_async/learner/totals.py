@@ -49,7 +49,9 @@ def merge_updates(updates: list[Figures]) -> Figures:
     first_sums, first_maxima = updates[0]
     sums = {name: sum(each[name] for each, _ in updates) / len(updates) for name in first_sums}
     maxima = {name: max(each[name] for _, each in updates) for name in first_maxima}
-    return sums | {"mismatch_kl": first_sums["mismatch_kl"]}, maxima | {"logprob_diff": first_maxima["logprob_diff"]}
+    at_start = ("mismatch_kl", "fresh_kl", "fresh_tokens", "logprob_diff", "fresh_logprob_diff")
+    sums |= {name: first_sums[name] for name in at_start if name in sums}
+    return sums, maxima | {name: first_maxima[name] for name in at_start if name in maxima}
 
 
 def _stack(values: tuple[torch.Tensor, ...]) -> torch.Tensor:

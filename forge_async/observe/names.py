@@ -50,7 +50,7 @@ TOKENS_GENERATED = _always("tokens/generated", "tokens", "tokens generated since
 STALENESS_MAX = _always("staleness/max", "versions", "age of the oldest token of the batch, queueing included")
 STALENESS_MEAN = _always("staleness/mean", "versions", "mean age of the batch's samples")
 STALENESS_P90 = _always("staleness/p90", "versions", "90th percentile of the age of the batch's samples")
-QUEUE_DEPTH = _always("queue/depth", "groups", "groups admitted and not yet taken")
+QUEUE_DEPTH = _always("queue/depth", "groups", "ready groups that wait to be taken")
 QUEUE_CAPACITY = _always("queue/capacity", "groups", "groups that the bound on staleness lets in at once")
 QUEUE_TOKENS = _always("queue/tokens", "tokens", "tokens of the groups that wait to be taken")
 GROUPS_TRAINED = _always("groups/trained", "groups", "groups that ended in this step's batch")
@@ -67,6 +67,10 @@ WEIGHTS_LAG_S = _always("weights/lag_s", "s", "time from the end of a step to th
 WEIGHTS_BYTES = _always("weights/bytes", "bytes", "bytes that one version moved to the replicas")
 MISMATCH_KL = _always("mismatch/kl", "nats", "mean divergence of the sampler's and the learner's token probabilities")
 MISMATCH_LOGPROB_MAX = _always("mismatch/logprob_diff_max", "nats", "largest difference of a token's log-probability")
+MISMATCH_FRESH_KL = _sometimes(
+    "mismatch/fresh_kl", "nats", "the divergence over samples that the trained version made whole, where there are any"
+)
+MISMATCH_FRESH_MAX = _sometimes("mismatch/fresh_logprob_diff_max", "nats", "the largest difference over the same")
 CLIP_FRACTION = _always("ratio/clip_fraction", "", "share of the loss tokens whose importance ratio was clipped")
 RSS_BYTES = _always("memory/rss_bytes", "bytes", "resident memory of all processes; a process each below this name")
 SYNC_PEAK_BYTES = _always("memory/sync_peak_bytes", "bytes", "most extra memory of a weight sync; a process each below")
@@ -77,11 +81,22 @@ STAGE_SCORING_S = _sometimes("stage/scoring_s", "s", "time of the step in which 
 STAGE_TRAINING_S = _sometimes("stage/training_s", "s", "time of the step in which the learner trained")
 STAGE_WEIGHTS_S = _sometimes("stage/weights_s", "s", "time of the step in which weights travelled")
 REWARD_BUSY = _sometimes("reward/busy_fraction", "", "share of the step's time that the reward workers computed")
+DISCARDED_TOKENS = _sometimes("policy/discarded_tokens", "tokens", "sampled tokens that swaps threw away")
+RECOMPUTED_TOKENS = _sometimes("policy/recomputed_tokens", "tokens", "tokens whose KV swaps had computed again")
+KV_USAGE = _sometimes("policy/kv_usage", "", "share of the fullest KV cache that is in use")
+QUEUED_REQUESTS = _sometimes("policy/queued_requests", "requests", "requests that wait outside the engines")
+PREEMPTIONS = _sometimes("policy/preemptions", "sequences", "sequences that lost their KV since the step before")
+LIMIT_SEQUENCES = _sometimes("policy/limit_sequences", "sequences", "most sequences in an engine at once; 0: no limit")
+STALENESS_BOUND = _sometimes("staleness/bound", "versions", "S, the bound that new groups are started under")
+FRESH_DEPTH = _sometimes("queue/fresh_depth", "groups", "ready groups of the fresh lane (async.fresh_fraction)")
 GROUPS_SALVAGED = _sometimes("groups/salvaged", "groups", "groups that went on without their cut rollouts")
 ROLLOUTS_CUT = _sometimes("rollouts/cut", "rollouts", "rollouts cut off at rollout.timeout_s since the step before")
 SAMPLES_OVERSIZE = _sometimes("samples/oversize", "samples", "samples above learner.max_sample_tokens, cut or refused")
 GROUPS_CANCELLED = _sometimes("groups/cancelled", "groups", "groups cancelled since the step before")
 EVAL_SCORE = _sometimes("eval/score", "", "mean score on the held-out prompts, greedy; an evaluation that has ended")
+EVAL_LOW = _sometimes("eval/low", "", "lower end of that score's 95% interval")
+EVAL_HIGH = _sometimes("eval/high", "", "upper end of the same")
+EVAL_PASS_AT = _sometimes("eval/pass_at_<k>", "", "chance that one of k samples solves a held-out prompt, for each k")
 EVAL_OLDEST_VERSION = _sometimes("eval/oldest_version", "versions", "oldest version that made a token of its answers")
 EVAL_NEWEST_VERSION = _sometimes("eval/newest_version", "versions", "newest version that made a token of its answers")
 LEARNING_RATE = _sometimes("optimizer/lr", "", "learning rate of the step")
@@ -123,6 +138,11 @@ def check_row(row: Mapping[str, object]) -> None:
     missing = missing_names(row)
     if missing:
         raise ForgeError(f"The metrics row of step {row.get(STEP, '?')} lacks {', '.join(missing)}.")
+
+
+def eval_pass_at(k: int) -> str:
+    """The name of pass@k."""
+    return EVAL_PASS_AT.replace("<k>", str(k))
 
 
 def per_process(name: str, process: str) -> str:

@@ -46,7 +46,9 @@ class RunFacts:
     eval_after: float | None = None
     """The same after the last step."""
     evaluations: Sequence[Mapping[str, Any]] = ()
-    """Each evaluation: `step`, `score`, `oldest_version`, `newest_version`."""
+    """Each evaluation: `step`, `score`, `low`, `high`, `oldest_version`, `newest_version`, `pass_at_<k>` and more."""
+    best_checkpoint: str | None = None
+    """Folder of the checkpoint where the best evaluation began; None when none was kept."""
     groups: Mapping[str, int] | None = None
     """The ledger's totals (`admitted` and the outcomes), where it could be asked; None: counted from the events."""
     weights_sha256: str | None = None
@@ -74,6 +76,7 @@ def summarise(facts: RunFacts, rows: Sequence[Row], events: Sequence[Row]) -> di
         **{f"startup/{name}_s": duration_s for name, duration_s in facts.startup.items()},
         "eval/before": facts.eval_before,
         "eval/after": facts.eval_after,
+        "checkpoint/best": facts.best_checkpoint,
         "eval/all": [dict(found) for found in facts.evaluations],
         "reward/first": _mean(_values(rows[:FIRST_STEPS], names.REWARD_MEAN)),
         "reward/last": _mean(_values(rows[-LAST_STEPS:], names.REWARD_MEAN)),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from forge_async.pipeline.ports import Replica, Workers
+from forge_async.pipeline.ports import EvalScores, Replica, Workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,13 +16,24 @@ class Evaluated:
     """What an evaluation found."""
 
     step: int
-    """Learner steps done when it was asked for."""
-    oldest_version: int
-    """Step of the oldest version that made a token of the answers."""
-    newest_version: int
-    """Step of the newest one; swaps go on during an evaluation beside the loops."""
-    score: float
-    """Mean score over the held-out prompts, greedy."""
+    """Learner steps done when it was asked for. The versions that answered may lie around it, since swaps go on during
+    an evaluation beside the loops, and a replica may not have pulled this one when it begins."""
+    scores: EvalScores
+
+    @property
+    def score(self) -> float:
+        """Mean score of the greedy answers."""
+        return self.scores.greedy.mean
+
+    def record(self) -> dict[str, Any]:
+        """What the run's summary says of it."""
+        scores, greedy = self.scores, self.scores.greedy
+        known = {"step": self.step, "score": greedy.mean, "low": greedy.low, "high": greedy.high}
+        known |= {"oldest_version": scores.oldest_version, "newest_version": scores.newest_version}
+        known |= {"num_prompts": scores.num_prompts, "num_samples": scores.num_samples}
+        if scores.sampled is not None:
+            known["sampled"] = asdict(scores.sampled)
+        return known | {f"pass_at_{each.k}": asdict(each.estimate) for each in scores.pass_at}
 
 
 class Evaluations:
@@ -40,7 +51,7 @@ class Evaluations:
         self._workers, self._num_prompts, self._observe = workers, num_prompts, observe
         self._replicas = itertools.cycle(replicas)
         self._turn = asyncio.Lock()
-        self._running: set[asyncio.Task[Evaluated | None]] = set()
+        self._running: dict[asyncio.Task[Evaluated | None], int] = {}
 
     async def evaluate(self, step: int) -> Evaluated | None:
         """Evaluate what is served now and wait for it; None when there are no held-out prompts."""
@@ -48,18 +59,23 @@ class Evaluations:
             return None
         async with self._turn:
             replica = next(self._replicas).name
-            score, steps = await self._workers.evaluate(self._num_prompts, replica, f"eval {step}")
-        if math.isnan(score):
+            scores = await self._workers.evaluate(self._num_prompts, replica, f"eval {step}")
+        if scores is None:
             return None
-        found = Evaluated(step=step, oldest_version=steps[0], newest_version=steps[-1], score=score)
+        found = Evaluated(step=step, scores=scores)
         self._observe(found)
         return found
 
     def begin(self, group: asyncio.TaskGroup, step: int) -> None:
         """Evaluate beside what the group does; a failure ends the group."""
         task = group.create_task(self.evaluate(step), name=f"evaluate after step {step}")
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        self._running[task] = step
+        task.add_done_callback(self._running.pop)
+
+    @property
+    def running_steps(self) -> set[int]:
+        """After which steps those were begun that are still on their way."""
+        return set(self._running.values())
 
     async def finish(self) -> None:
         """Wait for those that are still on their way."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -109,7 +109,10 @@ class GroupMaker:
         advantage: AdvantageSettings,
         rollout: RolloutSettings,
         limit: SampleLimit | None = None,
+        now_s: Callable[[], float] = time.time,
     ) -> None:
+        """`now_s` is the wall clock that groups are stamped with."""
+        self._now_s = now_s
         self._source, self._renderer, self._rewards = source, renderer, rewards
         self._sampling, self._group_size, self._run_seed = sampling, group_size, run_seed
         self._advantage, self._rollout, self._limit = advantage, rollout, limit or SampleLimit()
@@ -157,6 +160,7 @@ class GroupMaker:
             num_samples=self._group_size,
             seed=request_seed(self._run_seed, asked.admission.index, 0),
             sampling=self._sampling,
+            urgent=asked.admission.fresh,
         )
 
     async def _finish(
@@ -194,7 +198,7 @@ class GroupMaker:
     async def _score(self, finished: Sequence[_Asked]) -> list[MadeGroup]:
         if not finished:
             return []
-        generated_s = time.time()
+        generated_s = self._now_s()
         texts = [self._decode(each.whole) for each in finished]
         calls = [
             RewardCall(prompt=each.prompt.text, completion=text, data=each.prompt.data, truncated=bool(truncated))
@@ -203,7 +207,7 @@ class GroupMaker:
         ]
         outcomes = await self._rewards.score(calls)
         rewards = np.array([outcome.require() for outcome in outcomes], dtype=np.float32)
-        scored_s = time.time()
+        scored_s = self._now_s()
         self._stats.score_s += scored_s - generated_s
         self._stats.groups += len(finished)
         self._stats.spans.append(("score", "work", generated_s, scored_s - generated_s))

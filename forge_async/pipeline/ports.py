@@ -11,6 +11,7 @@ import numpy as np
 from forge_async.core.records import PromptId
 from forge_async.core.versions import PolicyVersion
 from forge_async.learner.ports import StepResult
+from forge_async.pipeline.estimates import Estimate
 from forge_async.policy.ports import GenerationRequest, GenerationResult
 from forge_async.policy.service import ServiceStats
 from forge_async.policy.swap import SwapRecord
@@ -28,6 +29,8 @@ class Admission(Protocol):
     def prompt_id(self) -> PromptId: ...
     @property
     def attempt(self) -> int: ...
+    @property
+    def fresh(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +136,33 @@ class WorkerReport:
     """Samples above `learner.max_sample_tokens`, cut or refused."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassAtK:
+    """How often k samples of a prompt hold one that solves it."""
+
+    k: int
+    estimate: Estimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalScores:
+    """What held-out prompts scored."""
+
+    num_prompts: int
+    greedy: Estimate
+    """Mean score of the greedy answers."""
+    num_samples: int
+    """Samples drawn of each prompt beside; 0: none."""
+    sampled: Estimate | None
+    """Mean score of these."""
+    pass_at: tuple[PassAtK, ...]
+    """In ascending k."""
+    oldest_version: int
+    """Step of the oldest version that made a token of the answers."""
+    newest_version: int
+    """Step of the newest one."""
+
+
 class PolicyClient(Protocol):
     """One policy replica, from the side of whoever wants tokens."""
 
@@ -169,8 +199,8 @@ class Workers(Protocol):
         """Make groups on a replica and hand them to the replay actor."""
         ...
 
-    async def evaluate(self, num_prompts: int, replica: str, name: str) -> tuple[float, list[int]]:
-        """Mean greedy score on held-out prompts, and the steps of the versions that answered."""
+    async def evaluate(self, num_prompts: int, replica: str, name: str) -> EvalScores | None:
+        """Have a replica answer at most `num_prompts` held-out prompts; None when there are none."""
         ...
 
     async def stats(self) -> list[WorkerReport]: ...
@@ -184,6 +214,7 @@ class Replay(Protocol):
     async def trained(self, step: int) -> None: ...
     async def published(self, step: int) -> None: ...
     async def pulled(self, replica: str, step: int) -> None: ...
+    async def set_max_staleness(self, max_staleness: int) -> None: ...
     async def state(self) -> dict[str, float]: ...
     async def why(self) -> str: ...
     async def close(self, reason: str) -> dict[str, float]: ...

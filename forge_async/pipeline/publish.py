@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from forge_async.core.versions import PolicyVersion
@@ -25,17 +26,20 @@ class Publication:
 class Publisher:
     """Publishes versions in order, and lets replicas wait for one that is newer than theirs."""
 
-    def __init__(self, learner: Learner, replay: Replay, keep_versions: int) -> None:
-        self._learner, self._replay = learner, replay
+    def __init__(
+        self, learner: Learner, replay: Replay, keep_versions: int, now_s: Callable[[], float] = time.time
+    ) -> None:
+        """`now_s` is the wall clock that publications are stamped with."""
+        self._learner, self._replay, self._now_s = learner, replay, now_s
         self._retention = Retention(keep_versions)
         self._changed = asyncio.Condition()
 
     async def publish(self, version: PolicyVersion) -> Publication:
         """Make a snapshotted version readable, then delete what nobody needs any more."""
-        started_s, begun = time.time(), time.perf_counter()
+        started_s = self._now_s()
         await self._learner.stage(version)
         num_bytes = await self._learner.commit(version)
-        duration_s = time.perf_counter() - begun
+        duration_s = self._now_s() - started_s
         await self._replay.published(version.step)
         async with self._changed:
             self._retention.published(version)

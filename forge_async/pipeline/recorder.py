@@ -17,6 +17,7 @@ from forge_async.observe.rollout_log import RolloutLog, RolloutRecord
 from forge_async.observe.sinks import MetricsSink
 from forge_async.observe.trace import Tracer
 from forge_async.pipeline.evaluations import Evaluated
+from forge_async.pipeline.parity_alarm import ParityAlarm
 from forge_async.pipeline.ports import (
     Admission,
     GroupRecord,
@@ -81,14 +82,16 @@ class Recorder:
         replicas: Sequence[Replica],
         workers: Workers,
         pids: Mapping[str, int] | None = None,
+        alarm: ParityAlarm | None = None,
     ) -> None:
         """`begun_s` is the wall clock at which the process started; all times of the records count from it.
 
-        `pids` are processes of this machine, by name, that report nothing themselves.
+        `pids` are processes of this machine, by name, that report nothing themselves; `alarm` looks at every row.
         """
         self._begun_s, self._sink, self._events, self._rollouts = begun_s, sink, events, rollouts
         self._rollouts_per_step, self._tracer, self._progress = rollouts_per_step, tracer, progress
         self._replicas, self._workers, self._pids = replicas, workers, dict(pids or {})
+        self._alarm = alarm
         self._known: dict[int, _Known] = {}
         self._weights = _Weights()
         self._totals: dict[str, float] = {}
@@ -142,8 +145,11 @@ class Recorder:
         """Figures of an evaluation, for the next row."""
         self._evaluation = {
             names.EVAL_SCORE: found.score,
-            names.EVAL_OLDEST_VERSION: found.oldest_version,
-            names.EVAL_NEWEST_VERSION: found.newest_version,
+            names.EVAL_LOW: found.scores.greedy.low,
+            names.EVAL_HIGH: found.scores.greedy.high,
+            names.EVAL_OLDEST_VERSION: found.scores.oldest_version,
+            names.EVAL_NEWEST_VERSION: found.scores.newest_version,
+            **{names.eval_pass_at(each.k): each.estimate.mean for each in found.scores.pass_at},
         }
 
     async def run(self) -> None:
@@ -180,9 +186,14 @@ class Recorder:
         row = self._row(step, stats, reports)
         self._sink.write(step.step + 1, row)
         self._write_rollouts(step)
-        self._write_events(step.ranks[0].batch["indices"], "trained", "", step.ranks[0].batch["taken_s"])
+        batch = step.ranks[0].batch
+        self._write_events(batch["indices"], "trained", "", batch["taken_s"])
+        for index, outcome, reason in batch.get("ended", ()):
+            self._write_events([index], outcome, reason, None)
         self._write_trace(step, stats, reports)
         self._progress.step(row)
+        if self._alarm is not None:
+            self._alarm.look(row)
 
     def _row(self, step: _Step, stats: Sequence[ReplicaStats], reports: Sequence[WorkerReport]) -> dict[str, float]:
         first, batch = step.ranks[0], step.ranks[0].batch
@@ -211,6 +222,7 @@ class Recorder:
             names.POLICY_BUSY: min(1.0, sum(each.service.busy_s for each in stats) / len(stats) / step_s),
             names.REWARD_BUSY: min(1.0, sum(report.score_s for report in reports) / len(reports) / step_s),
             "packing/useful_fraction": batch["tokens/computed"] / max(result.num_row_tokens, 1),
+            **_engine_figures(stats),
             names.ROLLOUTS_CUT: sum(report.num_cut for report in reports),
             names.GROUPS_SALVAGED: sum(report.num_salvaged for report in reports),
             names.SAMPLES_OVERSIZE: sum(report.num_oversize for report in reports),
@@ -329,3 +341,16 @@ def transport_line(pull: Pull) -> str:
     """Which transport carried a pull, and at what rate."""
     megabytes, took_s = pull.num_bytes / 1e6, max(pull.fetch_s + pull.pause_s, 1e-9)
     return f"{pull.transport}, {megabytes:.3g} MB in {1e3 * took_s:.0f} ms ({megabytes / took_s:.3g} MB/s)"
+
+
+def _engine_figures(stats: Sequence[ReplicaStats]) -> dict[str, float]:
+    """How full the engines are, and what swaps have cost since the step before."""
+    swaps = [swap for each in stats for swap in each.service.swap_records]
+    return {
+        names.DISCARDED_TOKENS: sum(swap.discarded_tokens for swap in swaps),
+        names.RECOMPUTED_TOKENS: sum(swap.recomputed_tokens for swap in swaps),
+        names.KV_USAGE: max((each.kv_usage for each in stats), default=0.0),
+        names.QUEUED_REQUESTS: sum(each.num_queued for each in stats),
+        names.PREEMPTIONS: sum(each.num_preemptions for each in stats),
+        names.LIMIT_SEQUENCES: max((each.limit_sequences for each in stats), default=0),
+    }

@@ -1,20 +1,26 @@
-"""A run from its first version to its last: publish what was loaded, evaluate, run the ring, evaluate, save."""
+"""A run from its first version to its last: publish what was loaded, evaluate, run the ring, save, evaluate."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from forge_async.core.versions import PolicyVersion
+from forge_async.pipeline.auto_bound import AutoBound
+from forge_async.pipeline.checkpoints import Checkpoints
 from forge_async.pipeline.evaluations import Evaluated, Evaluations
+from forge_async.pipeline.no_signal import NoSignal
+from forge_async.pipeline.observers import Observers
 from forge_async.pipeline.ports import Learner, Replay, Replica, Workers
 from forge_async.pipeline.publish import Publisher
 from forge_async.pipeline.recorder import Recorder
 from forge_async.pipeline.ring import Ring, RingSettings
 from forge_async.pipeline.settings import CheckpointSettings, EvalSettings
 from forge_async.pipeline.watchdog import Watchdog
+from forge_async.replay.auto_staleness import AutoStaleness
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,6 +33,9 @@ class RunResult:
     """All of them, in the order in which they ended."""
     weights_sha256: str | None = None
     checkpoint: Path | None = None
+    """The newest one."""
+    best_checkpoint: Path | None = None
+    """The one where the best evaluation after the first step began."""
     groups: dict[str, int] | None = None
 
 
@@ -48,18 +57,26 @@ class Run:
         checkpoints_folder: Path,
         watchdog: Watchdog | None = None,
         evaluate_beside: bool = True,
+        max_fruitless_steps: int = sys.maxsize,
+        auto: AutoStaleness | None = None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`evaluate_beside` lets the loops go on during an evaluation.
+        """`auto` moves the bound on age as the run's stages ask for; `say` is told of each move.
+
+        `evaluate_beside` lets the loops go on during an evaluation.
 
         At S = 0 they must not: other requests in the engine change the last bits of log-probabilities (Law 3).
         """
         self._replay, self._learner, self._replicas, self._workers = replay, learner, replicas, workers
-        self._recorder, self._checkpoint = recorder, checkpoint
-        self._eval_every, self._evaluate_beside = evaluation.every_steps, evaluate_beside
+        self._recorder, self._save_every = recorder, checkpoint.every_steps
+        self._eval_every, self._evaluate_beside = evaluation.every_steps * (evaluation.num_prompts > 0), evaluate_beside
         self._evaluations = Evaluations(workers, replicas, num_prompts=evaluation.num_prompts, observe=self._evaluated)
         self._beside: asyncio.TaskGroup | None = None
-        self._folder = checkpoints_folder
+        self._checkpoints = Checkpoints(
+            learner, checkpoints_folder, keep=checkpoint.keep, keep_best=checkpoint.keep_best
+        )
         self._watchdog = watchdog or Watchdog()
+        self._auto, self._say = AutoBound(auto) if auto else None, say
         self._publisher = Publisher(learner, replay, keep_versions)
         self._ring = Ring(
             replay=replay,
@@ -67,7 +84,7 @@ class Run:
             replicas=replicas,
             workers=workers,
             publisher=self._publisher,
-            observer=recorder,
+            observer=Observers(recorder, NoSignal(max_fruitless_steps), *([self._auto] if self._auto else [])),
             settings=ring,
             after_step=self._after_step,
             watchdog=self._watchdog,
@@ -99,20 +116,26 @@ class Run:
                 task.cancel()
         await self._recorder.finish("the run ended")
         self.result.groups = _totals(await self._replay.state())
-        self.result.eval_after = await self._score(self._num_steps)
         await self._save(self._num_steps)
+        self.result.eval_after = await self._score(self._num_steps)
+        await self._checkpoints.prune()
         self.result.weights_sha256 = await self._learner.digest()
 
     async def _after_step(self, done: int) -> None:
+        if self._auto is not None and (move := self._auto.take_move()):
+            await self._replay.set_max_staleness(move.max_staleness)
+            self._say(move.why)
         if done == self._num_steps:
             return
-        if self._eval_every and done % self._eval_every == 0:
+        evaluates = bool(self._eval_every) and done % self._eval_every == 0
+        saves = bool(self._save_every) and done % self._save_every == 0
+        if saves or (evaluates and self._checkpoints.keep_best):
+            await self._save(done)
+        if evaluates:
             if self._evaluate_beside and self._beside is not None:
                 self._evaluations.begin(self._beside, done)
             else:
                 await self._evaluations.evaluate(done)
-        if self._checkpoint.every_steps and done % self._checkpoint.every_steps == 0:
-            await self._save(done)
 
     async def _score(self, step: int) -> float | None:
         found = await self._evaluations.evaluate(step)
@@ -121,19 +144,11 @@ class Run:
     def _evaluated(self, found: Evaluated) -> None:
         self.result.evaluations.append(found)
         self._recorder.evaluated(found)
+        self._checkpoints.judge(found.step, found.score)
+        self.result.best_checkpoint = self._checkpoints.best
 
     async def _save(self, done: int) -> None:
-        folder = self._folder / f"step-{done:06d}"
-        await self._learner.save(str(folder))
-        self.result.checkpoint = folder
-        for old in sorted(self._folder.glob("step-*"))[: -self._checkpoint.keep]:
-            await asyncio.to_thread(_remove, old)
-
-
-def _remove(folder: Path) -> None:
-    import shutil
-
-    shutil.rmtree(folder, ignore_errors=True)
+        self.result.checkpoint = await self._checkpoints.save(done, self._evaluations.running_steps)
 
 
 def _totals(state: dict[str, float]) -> dict[str, int]:

@@ -21,6 +21,14 @@ class RunSettings:
     start_timeout_s: float = setting(600.0, "longest time all processes may take to get ready", unit="s", low=1)
     step_timeout_s: float = setting(600.0, "longest wait for a batch, a step, a publication or a pull", unit="s", low=1)
     warn_after_s: float = setting(60.0, "a wait that lasts this long is told, with its cause", unit="s", low=0.1)
+    parity_alarm: float | str = setting(
+        "auto",
+        "warn when engine and learner differ by more in a token's log-probability, both at the same version; "
+        "auto: 1e-3 where both compute in float32, else 0.2",
+        unit="nats",
+        low=0,
+        words=("auto",),
+    )
     stop_timeout_s: float = setting(
         12.0, "longest time the processes may take to end before they are killed", unit="s", low=1
     )
@@ -34,6 +42,15 @@ class EvalSettings:
         0, "evaluate each time this many steps are done; 0: only before and after", unit="steps", low=0
     )
     num_prompts: int = setting(200, "held-out prompts of an evaluation; 0: no evaluation at all", low=0)
+    samples: int = setting(
+        1, "completions drawn of each prompt for pass@k, as in training, beside the greedy one; 1: greedy only", low=1
+    )
+    k: list[int] = setting([], "the k of pass@k, none above eval.samples; empty: 1 and eval.samples")
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """Which pass@k are told, ascending; none without samples."""
+        return tuple(sorted(set(self.k or (1, self.samples)))) if self.samples > 1 else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +61,10 @@ class CheckpointSettings:
         0, "write a Hugging Face folder each time this many steps are done; 0: only at the end", unit="steps", low=0
     )
     keep: int = setting(3, "newest checkpoints to keep", low=1)
+    keep_best: bool = setting(
+        True,
+        "write one where an evaluation on the way begins, and keep that of the best greedy score beside the newest",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,8 +98,12 @@ class Driver:
         self._stopped_at = None
 
     def enqueue(self, requests: Iterable[GenerationRequest]) -> None:
-        """Take requests in, in order; they enter the engine as soon as they may."""
-        self._queue.extend(requests)
+        """Take requests in, in order; they enter the engine as soon as they may, urgent ones before the others."""
+        arrived = list(requests)
+        if any(request.urgent for request in arrived):
+            self._queue = deque(sorted([*self._queue, *arrived], key=lambda request: not request.urgent))
+        else:
+            self._queue.extend(arrived)
 
     def version_changed(self) -> None:
         """Weights were loaded: watch for the first tokens that they make."""

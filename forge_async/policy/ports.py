@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from forge_async.core.errors import PolicyError
 from forge_async.core.records import Completions
 from forge_async.core.versions import PolicyVersion
 
@@ -21,9 +22,26 @@ class Sampling:
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
+    """Sample among the likeliest tokens that together have this probability; 1: among all. Below 1 it needs top_k."""
     top_k: int = 0
+    """Sample among so many likeliest tokens; 0: among all."""
     stop_token_ids: tuple[int, ...] = ()
     """A completion ends with the first of these; that token belongs to the completion."""
+    stop_strings: tuple[str, ...] = ()
+    """A completion ends with the token that completes the first of these in its text; that token belongs to it."""
+
+    def __post_init__(self) -> None:
+        """Raise PolicyError for kept sets without a bound."""
+        if self.leaves_out and not self.top_k:
+            raise PolicyError(
+                f"top_p={self.top_p:g} alone has no bound on the tokens that it keeps, which travel with each sampled "
+                "token; give top_k too."
+            )
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether tokens are left out before one is drawn, so that the kept set must travel with each token (Law 8)."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +57,11 @@ class GenerationRequest:
     seed: int
     """Completion i draws from the stream `seed + i`."""
     sampling: Sampling
+    urgent: bool = False
+    """Whether a step waits for it: it enters the engine before requests that are not urgent."""
+    num_given: int = 0
+    """So many tokens at the prompt's end belong to the completion: an earlier try made them. Stop strings may begin
+    there."""
     prefix: Completions | None = None
     """What an earlier try has made, a row for each completion: rows that were cut go on from there (Law 4), the others
     are complete. The result has the whole rows. An engine itself never sees a prefix: it is taken apart before."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from forge_async.core import kept_sets
 from forge_async.core.errors import PolicyError
 from forge_async.core.records import Completions
 from forge_async.core.rng import derive_seed
@@ -27,6 +28,8 @@ class Row:
     """Of the T tokens."""
     truncated: bool
     cut: bool
+    kept_set: np.ndarray | None = None
+    """int32 [T, K], -1 padded, where the sampler left tokens out."""
 
 
 EMPTY = Row(
@@ -49,6 +52,7 @@ def rows_of(completions: Completions) -> list[Row]:
             versions=completions.versions.slice(start, stop),
             truncated=bool(completions.truncated[number]),
             cut=bool(completions.cut[number]),
+            kept_set=None if completions.kept_set is None else completions.kept_set[start:stop],
         )
         for number, (start, stop) in enumerate(zip(edges[:-1], edges[1:], strict=True))
     ]
@@ -63,6 +67,7 @@ def completions_of(rows: Sequence[Row]) -> Completions:
         versions=VersionRuns.of(run for row in rows for run in _runs(row.versions)),
         truncated=np.array([row.truncated for row in rows]),
         cut=np.array([row.cut for row in rows]),
+        kept_set=_laid_together(rows),
     )
 
 
@@ -126,6 +131,7 @@ class Continuation:
             id=f"{request.id}#{number}",
             prompt_token_ids=np.concatenate([request.prompt_token_ids, given]),
             num_samples=1,
+            num_given=len(given),
             seed=continued_seed(request.seed + number, len(given)),
             sampling=dataclasses.replace(sampling, max_new_tokens=sampling.max_new_tokens - len(given)),
         )
@@ -143,7 +149,12 @@ def _stitched(given: Row, made: Row) -> Row:
         versions=VersionRuns.concat([given.versions, made.versions]),
         truncated=made.truncated,
         cut=made.cut,
+        kept_set=_laid_together([given, made]),
     )
+
+
+def _laid_together(rows: Sequence[Row]) -> np.ndarray | None:
+    return kept_sets.lay_together([row.kept_set for row in rows], [len(row.token_ids) for row in rows])
 
 
 def _runs(versions: VersionRuns) -> Iterator[tuple[int, int, int]]:

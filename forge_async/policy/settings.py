@@ -35,7 +35,16 @@ class SamplingSettings:
     temperature: float = setting(1.0, "sampling temperature", low=0.01)
     max_new_tokens: int = setting(6, "longest completion of one turn", unit="tokens", low=1)
     top_p: float = setting(1.0, "nucleus sampling; 1: off", low=0.01, high=1.0)
-    top_k: int = setting(0, "sample among the k likeliest tokens; 0: off", low=0)
+    top_k: int = setting(0, "sample among the k likeliest tokens; 0: off, or max_kept_tokens beside top_p", low=0)
+    max_kept_tokens: int = setting(
+        64, "most tokens that top_p or top_k may keep; 4 bytes for each travel with a sampled token", low=1
+    )
+    stop: list[str] = setting([], "texts that end a completion, beside the model's end tokens; they stay in it")
+
+    @property
+    def effective_top_k(self) -> int:
+        """What the sampler is told. Top-p alone has no bound on what it keeps: it gets `max_kept_tokens` for one."""
+        return self.top_k or (self.max_kept_tokens if self.top_p < 1 else 0)
 
     def until(self, stop_token_ids: tuple[int, ...]) -> Sampling:
         """These settings for completions that end with one of the given tokens."""
@@ -43,6 +52,7 @@ class SamplingSettings:
             max_new_tokens=self.max_new_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
-            top_k=self.top_k,
+            top_k=self.effective_top_k,
             stop_token_ids=stop_token_ids,
+            stop_strings=tuple(self.stop),
         )

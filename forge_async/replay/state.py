@@ -68,6 +68,8 @@ class ReplayState:
         self.last_ages: Ages = ages([], 0, [])
         self.num_changes = 0
         """Calls of `_apply` that changed or counted something, so that those who wait can tell when to look again."""
+        self._ended: list[ev.Ended] = []
+        """Ends that nobody outside asked for, since they were last taken."""
         self.num_stale = 0
         """Groups that were older than the bound when their step came, since this object was made."""
         self._fruitless = FruitlessRun(groups_per_step, settings.max_filtered_batches)
@@ -152,6 +154,8 @@ class ReplayState:
                 return False
             maker = entry.replica if entry is not None else ""
             changed = self._apply(ev.Ended(index=index, outcome=outcome, reason=reason)) is Effect.CHANGED
+            if changed:
+                self._ended.pop()
             if changed:
                 self.buffer.drop(index)
                 self._fruitless.ended(outcome, reason)
@@ -258,6 +262,12 @@ class ReplayState:
         """Figures under the names of `metrics.jsonl`; ages are those of the batch taken last."""
         return describe.figures(self)
 
+    def take_ended(self) -> list[tuple[int, str, str]]:
+        """(index, outcome, reason) of the groups that the room ended by itself since the last call: too old to be
+        trained on, or out of tries."""
+        ended, self._ended = self._ended, []
+        return [(event.index, event.outcome, event.reason) for event in ended]
+
     def num_wanted(self) -> int:
         """Groups that the steps to come need beyond those that are untaken."""
         return sum(max(self.admitter.num_wanted(lane), 0) for lane in self.admitter.lanes)
@@ -304,6 +314,8 @@ class ReplayState:
         if effect is not Effect.REPEATED:
             self.num_changes += 1
             self._unwritten.append(event)
+        if effect is Effect.CHANGED and isinstance(event, ev.Ended):
+            self._ended.append(event)
         return effect
 
     def _put_one(self, group: Group) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from forge_async.core import kept_sets
 from forge_async.core.records import Completions, Samples, bounds
 
 
@@ -27,11 +28,18 @@ def samples_of_turn(prompt_token_ids: np.ndarray, completions: Completions, adva
     logprobs, per_token = np.zeros(len(is_prompt), np.float32), np.zeros(len(is_prompt), np.float32)
     logprobs[sampled] = completions.logprobs
     per_token[sampled] = np.repeat(advantages.astype(np.float32), lengths)
+    kept_set, trained = None, sampled
+    if completions.kept_set is not None:
+        kept_set = np.full((len(is_prompt), completions.kept_set.shape[1]), kept_sets.NONE)
+        kept_set[sampled] = completions.kept_set
+        trained = kept_sets.is_known(kept_set)
+        logprobs[~trained], per_token[~trained] = 0, 0
     return Samples(
         lengths=total_lengths,
         token_ids=token_ids,
-        loss_mask=sampled,
+        loss_mask=trained,
         logprobs=logprobs,
         advantages=per_token,
         versions=completions.versions.behind_prompts(completions.bounds(), num_prompt),
+        kept_set=kept_set,
     )

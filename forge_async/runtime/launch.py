@@ -18,11 +18,13 @@ from forge_async.observe.run_directory import RunDirectory
 from forge_async.observe.sinks import CompositeSink, JsonlSink, MetricsSink, TensorBoardSink
 from forge_async.observe.trace import Tracer
 from forge_async.pipeline.collecting import CUT_TIMEOUT_S
+from forge_async.pipeline.parity_alarm import ParityAlarm, default_limit
 from forge_async.pipeline.recorder import Recorder
 from forge_async.pipeline.ring import RingSettings
 from forge_async.pipeline.run import Run, RunResult
 from forge_async.pipeline.watchdog import Watchdog
-from forge_async.replay.bound import effective
+from forge_async.replay.auto_staleness import AutoStaleness
+from forge_async.replay.lanes import Lanes
 from forge_async.runtime.meshes import Placement, close_monarch
 from forge_async.runtime.wiring import Actors, start_actors
 
@@ -74,8 +76,7 @@ class Launch:
                 watch.cancel()
 
     def _build_run(self, actors: Actors) -> Run:
-        config, directory = self._config, self._directory
-        synchronous = effective(config.asynchrony, config.root.groups_per_step).synchronous
+        config, directory, dials = self._config, self._directory, self._config.asynchrony
         others: list[MetricsSink] = [TensorBoardSink(directory.tensorboard)] if config.observe.tensorboard else []
         self._recorder = Recorder(
             begun_s=self._begun_s,
@@ -88,6 +89,7 @@ class Launch:
             replicas=actors.replicas,
             workers=actors.workers,
             pids={"controller": os.getpid(), **actors.silent_pids},
+            alarm=ParityAlarm(_alarm_limit(config), self._warn),
         )
         return Run(
             replay=actors.replay,
@@ -98,7 +100,7 @@ class Launch:
             ring=RingSettings(
                 num_steps=config.root.steps,
                 groups_per_step=config.root.groups_per_step,
-                publish_every=config.asynchrony.publish_every,
+                publish_every=dials.publish_every,
                 # A single call has its own, shorter deadline and says more; these are the net below.
                 step_limit_s=2 * config.run.step_timeout_s + NET_S,
                 make_limit_s=config.rollout.group_timeout_s + CUT_TIMEOUT_S + NET_S,
@@ -109,7 +111,10 @@ class Launch:
             keep_versions=config.weights.keep_versions,
             checkpoints_folder=directory.checkpoints,
             watchdog=Watchdog(warn_after_s=config.run.warn_after_s, warn=self._warn, explain=actors.replay.why),
-            evaluate_beside=not synchronous,
+            evaluate_beside=not Lanes.of(dials, config.root.groups_per_step).synchronous,
+            max_fruitless_steps=dials.max_filtered_batches,
+            auto=AutoStaleness.of(dials, config.root.groups_per_step),
+            say=self._progress.say,
         )
 
     def _warn(self, text: str) -> None:
@@ -118,6 +123,11 @@ class Launch:
     def _ready(self, name: str, _: float) -> None:
         self.startup[name] = time.time() - self._begun_s
         self._progress.phase(f"{name} ready", self.startup[name])
+
+
+def _alarm_limit(config: Config) -> float:
+    given = config.run.parity_alarm
+    return default_limit(config.policy.dtype, config.learner.dtype) if isinstance(given, str) else given
 
 
 async def _raise_on_death(wait_for_death: Callable) -> None:

@@ -20,7 +20,7 @@ from forge_async.actors.rollout_actor import RolloutActor, RolloutPlan
 from forge_async.actors.store_actor import StoreActor
 from forge_async.config.schema import Config
 from forge_async.core.versions import PolicyVersion
-from forge_async.pipeline.ports import Admission, GroupRecord, LearnerStep, Pull, ReplicaStats, WorkerReport
+from forge_async.pipeline.ports import Admission, EvalScores, GroupRecord, LearnerStep, Pull, ReplicaStats, WorkerReport
 from forge_async.replay.admission import Prompts
 from forge_async.rollout.oversize import SampleLimit
 from forge_async.runtime.meshes import Placement
@@ -55,7 +55,7 @@ class RemoteWorkers:
     async def make(self, admissions: Sequence[Admission], replica: str) -> list[GroupRecord]:
         return await next(self._turn).make.call_one(admissions, replica)
 
-    async def evaluate(self, num_prompts: int, replica: str, name: str) -> tuple[float, list[int]]:
+    async def evaluate(self, num_prompts: int, replica: str, name: str) -> EvalScores | None:
         worker = self._handles[0]
         return await worker.evaluate.call_one(num_prompts, replica, name, timeout_s=self._timeout_s)
 
@@ -83,6 +83,9 @@ class RemoteReplay:
 
     async def pulled(self, replica: str, step: int) -> None:
         await self._handle.pulled.call_one(replica, step)
+
+    async def set_max_staleness(self, max_staleness: int) -> None:
+        await self._handle.set_max_staleness.call_one(max_staleness)
 
     async def state(self) -> dict[str, float]:
         return await self._handle.state.call_one()
@@ -241,6 +244,7 @@ async def _start_rollout(number: int, config: Config, folder: Path, placement: P
         seed=config.root.seed,
         max_model_tokens=config.policy.max_model_tokens,
         limit=SampleLimit(max_tokens=config.learner.max_sample_tokens, rule=config.learner.oversize),
+        evaluation=config.eval,
     )
     options = RolloutActor.options(mesh_name=f"rollout_{number}", hosts=placement.controller, **limits)
     return await options.as_actor(plan)

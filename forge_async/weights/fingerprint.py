@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from forge_async.core.errors import FingerprintError, WeightsError
+from forge_async.core.errors import FingerprintError
 from forge_async.weights.manifest import Manifest, Shard
 from forge_async.weights.packing import digest, slices
 
@@ -14,29 +14,6 @@ Read = Callable[[Iterable[str]], Iterator[tuple[str, Any]]]
 
 SAMPLED_BYTES = 4 << 20
 """A sampled comparison reads about this much, a millisecond's work, whatever the size of the model."""
-
-
-def check_fit(manifest: Manifest, read: Read, who: str) -> None:
-    """Refuse a version whose parameters do not fit those of the engine, before a byte of it is written.
-
-    Raises WeightsError naming the first parameter that differs in shape or dtype, or that the engine has not got.
-    """
-    by_name = manifest.by_name()
-    missing = set(by_name)
-    for name, tensor in read(by_name):
-        missing.discard(name)
-        want, have = by_name[name][0], (tuple(tensor.shape), _dtype(tensor))
-        if have != (want.global_shape, want.dtype):
-            raise WeightsError(
-                f"{who} refuses {manifest.version}: {name} has shape {want.global_shape} and dtype {want.dtype} there, "
-                f"and shape {have[0]} and dtype {have[1]} in the engine; nothing was written. Check that model.path is "
-                "the same for learner and policy, and policy.dtype."
-            )
-    if missing:
-        raise WeightsError(
-            f"{who} refuses {manifest.version}: the engine has no {min(missing)}; nothing was written. "
-            "Check that model.path is the same for learner and policy."
-        )
 
 
 def check_fingerprint(manifest: Manifest, read: Read, who: str, names: Iterable[str] | None = None) -> None:

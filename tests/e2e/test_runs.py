@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from e2e.runs import TINY, run
+from e2e.runs import TINY, finish, processes_of, run, start, wait_for_steps
 
 from forge_async.observe.names import check_row
 from forge_async.observe.rollout_log import read_rollouts
@@ -57,3 +61,39 @@ def test_two_hosts_two_ranks_and_two_replicas_train(tmp_path: Path, tiny_model: 
     assert ours.summary["staleness/max"] <= 2
     assert {event["replica"] for event in ours.events} == {"policy_0", "policy_1"}
     assert max(row["mismatch/logprob_diff_max"] for row in ours.rows[:1]) < 1e-3, "both replicas serve the same weights"
+
+
+def test_a_slowed_replica_is_given_less_and_does_not_set_the_pace(tmp_path: Path, tiny_model: Path) -> None:
+    """One of two replicas is stopped four fifths of the time."""
+    folder = tmp_path / "run"
+    words = [
+        f"model.path={tiny_model}", *TINY[:1], "groups_per_step=16", "group_size=4", "eval.num_prompts=0", "steps=40",
+        "policy.replicas=2", "optimizer.lr=0.001", f"run.dir={folder}",
+    ]  # fmt: skip
+    process = start(tmp_path, words)
+    wait_for_steps(folder, 1, process)
+    slowed, ended = processes_of(folder)["policy_1-0"], threading.Event()
+    slowing = threading.Thread(target=stop_and_go, args=(slowed, ended))
+    slowing.start()
+    try:
+        ours = finish(process, folder, timeout_s=200)
+    finally:
+        ended.set()
+        slowing.join()
+    assert ours.code == 0, ours.output
+    assert ours.summary["staleness/max"] <= 2
+    made = Counter(event["replica"] for event in ours.events if event["outcome"] == "trained")
+    assert made["policy_1"] > 0, "each at its own version, and none forgotten"
+    assert made["policy_0"] > 1.3 * made["policy_1"]
+
+
+def stop_and_go(pid: int, ended: threading.Event) -> None:
+    """Let a process run only a fifth of the time, until told otherwise or it has ended."""
+    try:
+        while not ended.is_set():
+            os.kill(pid, signal.SIGSTOP)
+            ended.wait(0.2)
+            os.kill(pid, signal.SIGCONT)
+            ended.wait(0.05)
+    except ProcessLookupError:
+        pass

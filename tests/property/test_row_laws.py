@@ -19,6 +19,7 @@ def completions(draw, max_tokens=6):
     lengths = draw(st.lists(st.integers(0, max_tokens - 1), min_size=1, max_size=5))
     total = sum(lengths)
     steps = draw(st.lists(st.integers(0, 3), min_size=total, max_size=total))
+    width = draw(st.integers(1, 3))
     flags = st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths))
     return Completions(
         lengths=np.array(lengths, dtype=np.int32),
@@ -27,13 +28,14 @@ def completions(draw, max_tokens=6):
         versions=VersionRuns.of((1, step, 0) for step in steps),
         truncated=np.array(draw(flags)),
         cut=np.array(draw(flags)),
+        kept_set=np.arange(total * width, dtype=np.int32).reshape(total, width) if draw(st.booleans()) else None,
     )
 
 
 def same(one, other):
     return all(
         np.array_equal(getattr(one, name), getattr(other, name))
-        for name in ("lengths", "token_ids", "logprobs", "truncated", "cut")
+        for name in ("lengths", "token_ids", "logprobs", "truncated", "cut", "kept_set")
     ) and np.array_equal(one.versions.per_token_steps(), other.versions.per_token_steps())
 
 
@@ -60,6 +62,8 @@ def test_emptying_cut_rows_touches_no_other(made):
     assert (kept.cut == made.cut).all()
     for before, after in zip(rows_of(made), rows_of(kept), strict=True):
         assert before.cut or before.token_ids.tolist() == after.token_ids.tolist()
+    if made.kept_set is not None and not made.cut.all():
+        assert kept.kept_set.tolist() == made.kept_set[np.repeat(~made.cut, made.lengths)].tolist()
 
 
 @given(completions())
@@ -79,6 +83,7 @@ def test_parts_ask_for_what_is_missing_and_come_back_in_their_rows(made):
             versions=VersionRuns.of([(1, 7, 0)]),
             truncated=np.array([False]),
             cut=np.array([False]),
+            kept_set=None if made.kept_set is None else np.array([[90, 91, 92, 93]], dtype=np.int32),
         )
         whole.add(GenerationResult(id=part.id, completions=answer))
     assert whole.done
@@ -87,6 +92,13 @@ def test_parts_ask_for_what_is_missing_and_come_back_in_their_rows(made):
         assert row.tolist() == made.rows()[number].tolist() + [90 + number] * bool(made.cut[number])
     assert not result.cut.any()
     assert result.versions.num_tokens == len(result.token_ids) == len(result.logprobs)
+    assert (result.kept_set is None) == (made.kept_set is None)
+    if result.kept_set is not None:
+        is_new = result.token_ids >= 90
+        assert result.kept_set[is_new].tolist() == [[90, 91, 92, 93]] * int(made.cut.sum())
+        old = result.kept_set[~is_new]
+        assert (old[:, : made.kept_set.shape[1]] == made.kept_set).all()
+        assert (old[:, made.kept_set.shape[1] :] == -1).all()
 
 
 @given(st.integers(0, 2**31), st.integers(0, 100))

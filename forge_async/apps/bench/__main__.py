@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from forge_async.apps.arguments import Parser, path
-from forge_async.apps.bench import overlap, packing, rules, start, trl, weights
+from forge_async.apps.bench import overlap, packing, rules, start, swaps, trl, weights
 from forge_async.apps.bench.output import Report, print_table, write_json
 from forge_async.apps.bench.plan import Plan
 from forge_async.apps.exit import DONE, guarded_main
@@ -19,6 +19,7 @@ BENCHES: dict[str, Callable[[Plan], Report]] = {
     "overlap": overlap.measure,
     "packing": packing.measure,
     "rules": rules.measure,
+    "swaps": swaps.measure,
     "trl": trl.measure,
     "weights": weights.measure,
 }
@@ -28,6 +29,7 @@ ROUNDS_AND_STEPS = {
     "overlap": (2, 40),
     "packing": (5, 1),
     "rules": (1, 1),
+    "swaps": (1, 60),
     "trl": (2, 30),
     "weights": (5, 1),
 }
@@ -59,7 +61,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=path, help="file to write; without it bench.json in the folder of the runs")
     parser.add_argument("--folder", type=path, help="new folder for the runs; without it runs/bench-NAME-<time>")
     parser.add_argument("--rounds", type=int, default=0, help="runs of each case; medians are taken over them")
-    parser.add_argument("--steps", type=int, default=0, help="learner steps of a run (overlap, trl)")
+    parser.add_argument("--steps", type=int, default=0, help="learner steps of a run (overlap, swaps, trl)")
     parser.add_argument("--skip-cold", action="store_true", help="start: leave the cold start out")
     parser.add_argument("--threads", type=int, action="append", default=[], help="trl: threads of TRL; repeatable")
     parser.add_argument("--trace", type=path, help="rules: a run's events.jsonl to play instead of the seeded trace")

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import torch
 
     from forge_async.weights.plane import WeightPlane
-    from forge_async.weights.settings import WeightsSettings
 
 BUCKET_BYTES = 32 << 20
 Model = dict[str, "torch.Tensor"]
@@ -77,7 +76,7 @@ class End(ForgeActor):
     async def join(self, case: str, argument: Any, num_tensors: int) -> None:
         """Get ready to move the first `num_tensors` tensors in the way of a case.
 
-        `argument`: a store's handle with its settings, a rank, a folder, or nothing.
+        `argument`: a store's handle, a rank, a folder, or nothing.
         """
         model = dict(list(self._model.items())[:num_tensors])
         self._carriers[case] = CARRIERS[case.partition("/")[0]](model, argument, self._folder)
@@ -126,11 +125,11 @@ def _copy_into(model: Model, weights: Model) -> float:
 class PlaneCarrier:
     """The weight plane, over whatever transport the store's handle names."""
 
-    def __init__(self, model: Model, argument: tuple[bytes, WeightsSettings], folder: Path) -> None:
-        from forge_async.backends.weight_stores import open_plane, with_settings
+    def __init__(self, model: Model, argument: bytes, folder: Path) -> None:
+        from forge_async.backends.weight_stores import open_plane
         from forge_async.weights.packing import LocalShard, Packer, Unpacker
 
-        self._plane: WeightPlane = open_plane(with_settings(*argument))
+        self._plane: WeightPlane = open_plane(argument)
         self._model, self._packer = model, Packer(0)
         self._blob: torch.Tensor | None = None
         self._unpacker = Unpacker(shared=self._plane.store.transport.is_shared)

@@ -105,11 +105,10 @@ class Ends:
             return await kind.options(mesh_name=kind.__name__.lower(), hosts=placement.controller).as_actor(*args)
 
         writer, reader, host = [await start(End, str(folder)) for _ in range(3)]
-        stock, ways = await host.stock.call_one(), [("memcpy_warm", None, None)]
-        for transport, cases in STORES.items():
-            own = WeightsSettings(transport=transport)
-            handle = await (await start(StoreActor, own, str(folder / "weights"))).handle.call_one()
-            ways += [(case, (handle, settings), (handle, settings)) for case, settings in cases.items()]
+        stock, ways = await host.stock.call_one(), [(REFERENCE, None, None)]
+        for case, settings in PLANES.items():
+            handle = await (await start(StoreActor, settings, str(folder / "weights"))).handle.call_one()
+            ways.append((case, handle, handle))
         ways += [(case, 0, 1) for case in ("gloo_buckets", "gloo_per_parameter")]
         ways += [(f"safetensors_{where}", str(path), str(path)) for where, path in (("shm", memory), ("disk", folder))]
         return cls(writer, reader, [*ways, ("memcpy_fresh", None, None), ("torchstore_stock", stock, stock)])
@@ -176,16 +175,14 @@ class Ends:
         }
 
 
-STORES: dict[str, dict[str, WeightsSettings]] = {
-    "auto": {
-        "shm": WeightsSettings(transport="shm", verify="none"),
-        "shm/checksums": WeightsSettings(transport="shm"),
-        "rpc": WeightsSettings(transport="rpc", verify="none"),
-    },
-    "filesystem": {"filesystem": WeightsSettings(transport="filesystem", verify="none")},
-    "http": {"http": WeightsSettings(transport="http", verify="none")},
+PLANES = {
+    "shm": WeightsSettings(transport="shm", verify="none"),
+    "shm/checksums": WeightsSettings(transport="shm"),
+    "rpc": WeightsSettings(transport="rpc", verify="none"),
+    "filesystem": WeightsSettings(transport="filesystem", verify="none"),
+    "http": WeightsSettings(transport="http", verify="none"),
 }
-"""`weights.transport` of a store -> our own cases over it, with their clients' settings."""
+"""Our own cases. Each has a store to itself: from a shared pool each would get memory that another has warmed."""
 
 
 def _with_ratios(row: dict[str, Any], limit: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -98,7 +97,7 @@ class SimulatedReplica:
         return results
 
     async def pull(self, version: PolicyVersion) -> Pull:
-        started_s, before_s = time.time(), self.engine.cost.pause_s
+        started_s, before_s = self._clock.now_s(), self.engine.cost.pause_s
         await self.engine.swap(version, self._swap, self._times.fetch_s)
         return Pull(
             version=version,

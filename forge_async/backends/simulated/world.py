@@ -99,6 +99,10 @@ class SimulatedCalls:
         await self._travel("remove_replica")
         await self._replay.remove_replica(replica)
 
+    async def set_max_staleness(self, max_staleness: int) -> None:
+        await self._travel("set_max_staleness")
+        await self._replay.set_max_staleness(max_staleness)
+
     async def state(self) -> dict[str, float]:
         await self._travel("state")
         return await self._replay.state()
@@ -124,8 +128,8 @@ class SimulatedWorkers:
     async def make(self, admissions: Sequence[Admission], replica: str) -> list[GroupRecord]:
         return await make_and_hand_over(self._maker, admissions, self._policies[replica], replica, self._sink)
 
-    async def evaluate(self, num_prompts: int, replica: str, name: str) -> tuple[float, list[int]]:
-        return float("nan"), []
+    async def evaluate(self, num_prompts: int, replica: str, name: str) -> None:
+        return None
 
     async def stats(self) -> list[WorkerReport]:
         stats = self._maker.take_stats()
@@ -151,8 +155,8 @@ class SimulatedWorld:
         self.replicas = [self.make_replica(f"policy_{number}", times) for number, times in enumerate(plan.engines)]
         self.policies: dict[str, PolicyClient] = {replica.name: replica for replica in self.replicas}
         self.calls = SimulatedCalls(self.replay, clock, plan.seconds_of)
-        self.workers = SimulatedWorkers(_maker(plan, source, self.rewards), self.policies, self.calls)
-        self.publisher = Publisher(self.learner, self.calls, plan.keep_versions)
+        self.workers = SimulatedWorkers(_maker(plan, source, self.rewards, clock), self.policies, self.calls)
+        self.publisher = Publisher(self.learner, self.calls, plan.keep_versions, clock.now_s)
         settings = RingSettings(
             num_steps=plan.num_steps,
             groups_per_step=plan.groups_per_step,
@@ -197,7 +201,7 @@ class SimulatedWorld:
             await asyncio.gather(*(replica.close() for replica in self.replicas))
 
 
-def _maker(plan: SimulatedPlan, source: SimulatedSource, rewards: SimulatedRewards) -> GroupMaker:
+def _maker(plan: SimulatedPlan, source: SimulatedSource, rewards: SimulatedRewards, clock: Clock) -> GroupMaker:
     renderer = SimulatedRenderer()
     return GroupMaker(
         source=source,
@@ -208,4 +212,5 @@ def _maker(plan: SimulatedPlan, source: SimulatedSource, rewards: SimulatedRewar
         run_seed=plan.seed,
         advantage=AdvantageSettings(zero_variance=plan.zero_variance),
         rollout=RolloutSettings(linger_s=plan.linger_s, timeout_s=GROUP_TIMEOUT_S, group_timeout_s=GROUP_TIMEOUT_S),
+        now_s=clock.now_s,
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from forge_async.apps.bench import overlap, simulated, start, trl, weights
+from forge_async.apps.bench import overlap, simulated, start, swaps, trl, weights
 from forge_async.apps.bench.__main__ import BENCHES, ROUNDS_AND_STEPS, main, parse
 from forge_async.apps.bench.figures import (
     Stages,
@@ -290,3 +290,19 @@ def test_the_models_that_weights_moves_are_those_asked_for(num_bytes, tensors, e
 def test_a_model_without_room_for_its_tensors_is_refused():
     with pytest.raises(ConfigError, match="leaves less than 4 bytes to a tensor"):
         weights.workloads(1000.0, (20_000,))
+
+
+def test_the_figures_of_a_swap_mode_leave_out_the_first_steps_and_end_with_the_reward_reached():
+    def row(step):
+        return {
+            "step_s": 1.0, "weights/pause_s": 0.1, "weights/lag_s": 0.2,
+            "policy/discarded_tokens": 4 if step > 3 else 99,
+            "policy/recomputed_tokens": 6, "tokens/generated": 100, "staleness/mean": 1.5, "staleness/max": 2,
+            "ratio/clip_fraction": 0.25, "reward/mean": step / 20,
+        }  # fmt: skip
+
+    found = swaps.figures([[row(step) for step in range(1, 21)]])
+    assert found["discarded_tokens"] == 4
+    assert (found["recomputed_tokens"], found["generated_tokens"]) == (6, 100)
+    assert found["reward_last"] == pytest.approx(sum(range(11, 21)) / 200)
+    assert found["staleness_max"] == 2 and found["step_s"] == 1.0

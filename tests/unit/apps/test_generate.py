@@ -11,6 +11,7 @@ from fake_folders import SMOLLM2, fake_model
 
 from forge_async.apps import generate
 from forge_async.apps.generate import engine_settings, find_model, parse
+from forge_async.backends import folder_engine
 from forge_async.backends.hf_renderer import HfRenderer
 from forge_async.config import Config
 from forge_async.core.errors import ConfigError
@@ -145,10 +146,10 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     folder = fake_model(tmp_path)
     (folder / "model.safetensors").write_text("damaged")
     with pytest.raises(ConfigError, match="cannot be read as safetensors"):
-        dict(generate._weights(folder))
+        dict(folder_engine.weights_of(folder))
     (folder / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="no .safetensors"):
-        dict(generate._weights(folder))
+        dict(folder_engine.weights_of(folder))
 
 
 def test_the_engine_is_as_large_as_the_prompts_need(tmp_path: Path) -> None:

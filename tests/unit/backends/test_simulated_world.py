@@ -1,6 +1,7 @@
 """The simulated ring: the product's loops and replay over parts that sleep."""
 
 import ast
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ from forge_async.backends.simulated.world import SimulatedPlan, SimulatedWorld
 from forge_async.config import load
 from forge_async.core.errors import ConfigError, ForgeError
 from forge_async.core.records import PromptId
+from forge_async.pipeline.auto_bound import AutoBound
+from forge_async.pipeline.observers import Observers
+from forge_async.replay.auto_staleness import AutoStaleness
 from forge_async.replay.settings import SWAP_MODES, AsyncSettings
 from forge_async.reward.ports import RewardCall
 
@@ -103,3 +107,42 @@ def test_no_run_of_grpo_can_be_made_of_simulated_parts():
             )
         ]
         assert not [name for name in names if "simulated" in name], own
+
+
+def test_slow_pulls_raise_the_bound_of_a_ring_and_their_end_lowers_it():
+    """`async.max_staleness=auto` through the ring: between steps 20 and 60 each fetch takes 2 s longer."""
+    dials = AsyncSettings(max_staleness="auto", max_staleness_cap=8)
+    plan = SimulatedPlan(
+        lengths_of=LogNormalLengths(mean_tokens=10, sigma=0.0),
+        dials=dials,
+        num_steps=110,
+        engines=(EngineTimes(full_token_s=0.05, max_sequences=64, fetch_s=0.05),),
+        learner=LearnerTimes(step_s=1.0, publish_s=0.05),
+        group_size=2,
+    )
+    bounds, reasons = [], []
+
+    async def scenario():
+        auto = AutoStaleness.of(dials, plan.groups_per_step)
+        assert auto is not None
+        clock = LoopClock()
+        bound = AutoBound(auto, clock.now_s)
+        world = SimulatedWorld(plan, clock, Observers(Log(), bound))
+
+        async def after_step(done):
+            if move := bound.take_move():
+                await world.calls.set_max_staleness(move.max_staleness)
+                reasons.append(move.why)
+            if done in (20, 60):
+                (replica,) = world.replicas
+                replica._times = dataclasses.replace(replica._times, fetch_s=2.05 if done == 20 else 0.05)
+            bounds.append(world.replay.inner.bound.max_staleness)
+
+        world.ring._after_step = after_step
+        await world.run()
+
+    run_virtually(scenario())
+    before, during, after = max(bounds[10:20]), max(bounds[25:60]), bounds[-1]
+    assert during > before >= after, bounds
+    assert max(bounds) <= 8
+    assert any("rollout, scoring, publish and pull take" in why for why in reasons)

@@ -45,6 +45,7 @@ def sentence(argv: list[str]) -> str:
         ("optimizer.lr=.inf", ["optimizer.lr=inf is not a finite number"]),
         ("observe.trace=maybe", ["observe.trace=maybe is not true or false"]),
         ("job.slurm_args=--a", ["job.slurm_args=--a is not a list", "job.slurm_args=[a,b]"]),
+        ("eval.k=[a]", ["is not a list of whole numbers", "eval.k=[1,8]"]),
         ("task.options=3", ["task.options=3 is not a mapping", "task.options={a: 1}"]),
         ("task.options.a=[1]", ["task.options.a=[1] is not a plain value"]),
         ("task.options={a: [1]}", ["task.options={'a': [1]} is not a mapping of plain values"]),

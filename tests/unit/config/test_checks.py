@@ -81,12 +81,15 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
         {"sampling.max_new_tokens": 64},
         ["sampling.max_new_tokens=64", "policy.max_model_tokens=64", "policy.max_model_tokens=128"],
     ),
+    (c.stop_strings_have_text, {"sampling.stop": ["\n", ""]}, ["sampling.stop", "empty"]),
+    (c.kept_set_fits, {"sampling.top_k": 100}, ["sampling.top_k=100", "sampling.max_kept_tokens=100", "400 bytes"]),
     (c.block_fits, {"policy.block_tokens": 48}, ["policy.block_tokens=48", "32", "policy.block_tokens=64"]),
     (c.block_fits, {"policy.block_tokens": 20, "job.gpus_per_host": 2}, ["policy.block_tokens=32"]),
     (c.engine_step_fits, {"policy.max_batch_tokens": 256}, ["policy.max_batch_tokens=256", "policy.max_sequences=512"]),
     (c.concurrency_reads, {"policy.concurrency": "few"}, ["policy.concurrency=few", "all, auto"]),
     (c.concurrency_reads, {"policy.concurrency": "0"}, ["policy.concurrency=0"]),
     (c.row_fits, {"learner.row_tokens": 9000}, ["learner.row_tokens=9000", "learner.micro_batch_tokens=2048"]),
+    (c.passes_are_drawn, {"eval.samples": 4, "eval.k": [1, 8]}, ["eval.k=[1, 8]", "use eval.samples=8"]),
     (c.held_out_exists, {"task.held_out_fraction": 0.0}, ["eval.num_prompts=200", "task.held_out_fraction=0"]),
     (c.hosts_exist, {"job.learner_hosts": 2}, ["job.learner_hosts=2", "job.kind=local"]),
     (c.hosts_exist, {"job.policy_hosts": 2, "job.kind": "process"}, ["job.policy_hosts=2"]),
@@ -156,6 +159,8 @@ def test_each_check_has_a_test() -> None:
         {"async.fresh_fraction": 0.5},
         {"async.max_staleness": "auto", "async.publish_every": 9},
         {"weights.transport": "rpc"},
+        {"sampling.top_k": 64},
+        {"sampling.top_p": 0.9, "sampling.temperature": 0.7, "sampling.top_k": 20},
     ],
 )
 def test_what_only_just_fits_is_accepted(changes: dict[str, Any]) -> None:
@@ -164,8 +169,6 @@ def test_what_only_just_fits_is_accepted(changes: dict[str, Any]) -> None:
 
 ASKED = {
     "weights.transport": "rdma",
-    "sampling.top_p": 0.9,
-    "sampling.top_k": 5,
     "policy.tensor_parallel": 2,
     "learner.tensor_parallel": 2,
     "learner.expert_parallel": 2,

@@ -90,6 +90,7 @@ def test_help_looks_at_nothing_else() -> None:
         ("observe.trace=no", "observe.trace", False),
         ("job.slurm_args=[--account=x,--gres=gpu:8]", "job.slurm_args", ["--account=x", "--gres=gpu:8"]),
         ("job.slurm_args=[1, yes]", "job.slurm_args", ["1", "yes"]),
+        ("eval.k=[1, 4]", "eval.k", [1, 4]),
         ("task.options={max_terms: 3, negative: true}", "task.options", {"max_terms": 3, "negative": True}),
         ("task.options.max_terms=3", "task.options", {"max_terms": 3}),
         ("task.chat=on", "task.chat", "on"),

@@ -47,7 +47,7 @@ def values(key: Key) -> st.SearchStrategy[Any]:
         float: st.floats(low if low is not None else 0.0, high if high is not None else 1e30),
         bool: st.booleans(),
         str: TEXT.filter(lambda text: not text.startswith("~/")),
-        list: st.lists(TEXT, max_size=3),
+        list: st.lists(st.integers(1, 99) if key.type == list[int] else TEXT, max_size=3),
         dict: st.dictionaries(TEXT, PLAIN, max_size=3),
     }[origin]
     return strategy | st.sampled_from(key.meta["words"]) if key.meta["words"] else strategy

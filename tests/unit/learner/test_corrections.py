@@ -198,6 +198,8 @@ def test_figures_by_hand():
             "ratio/max": 1.0,
             "ratio/effective_fraction": 1 / 3,
             "advantage/zero_fraction": 0.0,
+            "mismatch/fresh_kl": sums["mismatch_kl"] / 3,
+            "mismatch/fresh_logprob_diff_max": math.log(3),
         }
     )
     assert sums["mismatch_kl"] == pytest.approx(sum(r - 1 - math.log(r) for r in (0.4, 1.0, 3.0)))

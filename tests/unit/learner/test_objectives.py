@@ -246,7 +246,8 @@ def test_ppo_adds_the_error_of_its_values():
     counts = counts_of(inputs)
     terms = objective_loss(settings, "token_is")(inputs, counts)
     assert float(terms.loss.detach()) == pytest.approx(-1 + 0.5 * (0.5 + 4.5) / 2)
-    figures = step_figures({k: float(v) for k, v in terms.sums.items()}, {"weight": 1.0}, counts)
+    sums, maxima = ({k: float(v) for k, v in each.items()} for each in (terms.sums, terms.maxima))
+    figures = step_figures(sums, maxima, counts)
     assert figures["value/explained_fraction"] == pytest.approx(1 - 10 / 2)
 
 

@@ -21,15 +21,17 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def asked(chunk_tokens, entropy="gradient", shape=(2, 33)):
+def asked(chunk_tokens, entropy="gradient", shape=(2, 33), kept=0):
     """Scores, gradients of hidden states and weight, and the largest array on the way."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(*shape, DIM, generator=generator).requires_grad_()
     weight = torch.randn(VOCABULARY, DIM, generator=generator).requires_grad_()
     targets = torch.randint(VOCABULARY, shape, generator=generator)
+    others = torch.randint(VOCABULARY, (*shape, kept), generator=generator)
+    kept_set = torch.cat([targets[..., None], others], -1) if kept else None
     wanted = Wanted(temperature=0.7, entropy=entropy, chunk_tokens=chunk_tokens)
     with Largest() as largest:
-        logprobs, entropies = token_scores(lambda states: states @ weight.T, hidden, targets, wanted)
+        logprobs, entropies = token_scores(lambda states: states @ weight.T, hidden, targets, wanted, kept_set)
         loss = (logprobs * torch.linspace(-1, 1, logprobs.numel()).view(shape)).sum()
         if entropy == "gradient":
             loss = loss + entropies.square().sum()
@@ -41,9 +43,10 @@ def relative(one, other):
     return float(((one - other).norm() / other.norm()).detach())
 
 
+@pytest.mark.parametrize("kept", [0, 3])
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 33, 65])
-def test_chunks_give_what_the_whole_gives(chunk_tokens):
-    whole, chunked = asked(66), asked(chunk_tokens)
+def test_chunks_give_what_the_whole_gives(chunk_tokens, kept):
+    whole, chunked = asked(66, kept=kept), asked(chunk_tokens, kept=kept)
     for one, other in zip(chunked[0] + chunked[1], whole[0] + whole[1], strict=True):
         assert one.shape == other.shape
         assert relative(one, other) < 1e-6

@@ -10,7 +10,8 @@ from forge_async.observe.progress import Progress
 from forge_async.observe.rollout_log import RolloutLog
 from forge_async.observe.sinks import JsonlSink, read_metrics
 from forge_async.observe.trace import Tracer
-from forge_async.pipeline.evaluate import evaluate
+from forge_async.pipeline.estimates import bootstrap, wilson
+from forge_async.pipeline.evaluate import Evaluator
 from forge_async.pipeline.recorder import Recorder
 from forge_async.pipeline.ring import RingSettings
 from forge_async.pipeline.run import Run
@@ -26,6 +27,7 @@ from tests.fakes import (
     FakeRewards,
     FakeSource,
     FakeWorkers,
+    eval_scores,
 )
 
 pytestmark = pytest.mark.timeout(30)
@@ -45,30 +47,63 @@ class ServicePolicy:
         return await self._service.collect(self._tickets[ticket], linger_s)
 
 
-async def evaluated(rewards, num_prompts=3):
+async def evaluated(rewards, num_prompts=3, sampling=None, **settings):
     service = RequestService(lambda: FakeEngine(version=PolicyVersion(step=4)))
     await service.start()
     try:
-        return await evaluate(
-            FakeSource().held_out(num_prompts),
-            ServicePolicy(service),
+        evaluator = Evaluator(
             renderer=FakeRenderer(),
             scorer=rewards,
-            sampling=Sampling(max_new_tokens=5, temperature=1.0, stop_token_ids=(2,)),
-            name="eval before",
+            sampling=Sampling(max_new_tokens=5, temperature=1.0, stop_token_ids=(2,), **sampling or {}),
+            settings=EvalSettings(**settings),
+            seed=0,
         )
+        return await evaluator.evaluate(FakeSource().held_out(num_prompts), ServicePolicy(service), "eval before")
     finally:
         await service.close()
 
 
 async def test_an_evaluation_is_greedy_and_tells_which_version_answered():
     rewards = FakeRewards(lambda prompt, completion: float(prompt != "p0"))
-    assert await evaluated(rewards) == (pytest.approx(2 / 3), {4})
+    found = await evaluated(rewards)
+    assert (found.greedy, found.num_prompts) == (wilson(2, 3), 3)
+    assert (found.oldest_version, found.newest_version) == (4, 4)
+    assert (found.num_samples, found.sampled, found.pass_at) == (0, None, ())
     first = [call.completion for call in rewards.calls]
     again = FakeRewards()
     await evaluated(again)
     assert [call.completion for call in again.calls] == first
     assert all(1 <= len(completion) <= 5 for completion in first)
+
+
+async def test_samples_give_pass_at_k_beside_the_greedy_answers():
+    first = FakeRewards()
+    await evaluated(first)
+    scores = iter([1.0] * 3 + [1.0, 0.0, 0.0, 0.0] + [0.0] * 4 + [1.0, 1.0, 0.5, 0.0])
+    rewards = FakeRewards(lambda prompt, completion: next(scores))
+    found = await evaluated(rewards, samples=4, k=[2, 1])
+    assert found.greedy == wilson(3, 3)
+    assert [call.completion for call in rewards.calls[:3]] == [call.completion for call in first.calls], "still greedy"
+    assert len({call.completion for call in rewards.calls[3:]}) > 3, "samples differ"
+    assert [each.k for each in found.pass_at] == [1, 2]
+    assert found.pass_at[0].estimate == bootstrap([1 / 4, 0, 2 / 4], 0)
+    assert found.pass_at[1].estimate == bootstrap([1 / 2, 0, 5 / 6], 0)
+    assert (found.num_samples, found.sampled) == (4, bootstrap([1 / 4, 0, 2.5 / 4], 0)), "0.5 is not solved"
+
+
+@pytest.mark.parametrize(("samples", "k", "ks"), [(1, [], ()), (8, [], (1, 8)), (8, [4, 2, 4], (2, 4))])
+def test_which_pass_at_k_are_told(samples, k, ks):
+    assert EvalSettings(samples=samples, k=k).ks == ks
+
+
+async def test_an_evaluation_leaves_nothing_out_but_ends_at_stop_strings():
+    plain, narrow, stopped = FakeRewards(), FakeRewards(), FakeRewards()
+    await evaluated(plain)
+    await evaluated(narrow, sampling={"top_p": 0.5, "top_k": 2})
+    assert [call.completion for call in narrow.calls] == [call.completion for call in plain.calls]
+    first = plain.calls[0].completion
+    await evaluated(stopped, sampling={"stop_strings": (first[:2],)})
+    assert len(first) > 2 and stopped.calls[0].completion == first[:2] and not stopped.calls[0].truncated
 
 
 async def test_a_reward_that_fails_on_a_held_out_prompt_is_named():
@@ -79,7 +114,9 @@ async def test_a_reward_that_fails_on_a_held_out_prompt_is_named():
         await evaluated(FakeRewards(score))
 
 
-def make_run(folder, *, num_steps=4, every_steps=0, keep=2, num_prompts=2, evaluate_beside=True):
+def make_run(
+    folder, *, num_steps=4, every_steps=0, save_every=None, keep=2, keep_best=True, num_prompts=2, evaluate_beside=True
+):
     replay = FakeReplay(2, 1)
     learner = FakeLearnerMesh(replay)
     replicas = [FakeReplica("policy_0", learner)]
@@ -103,7 +140,9 @@ def make_run(folder, *, num_steps=4, every_steps=0, keep=2, num_prompts=2, evalu
         recorder=recorder,
         ring=RingSettings(num_steps=num_steps, groups_per_step=2, publish_every=1),
         evaluation=EvalSettings(every_steps=every_steps, num_prompts=num_prompts),
-        checkpoint=CheckpointSettings(every_steps=every_steps, keep=keep),
+        checkpoint=CheckpointSettings(
+            every_steps=every_steps if save_every is None else save_every, keep=keep, keep_best=keep_best
+        ),
         keep_versions=1,
         checkpoints_folder=folder / "checkpoints",
         evaluate_beside=evaluate_beside,
@@ -124,7 +163,7 @@ async def test_a_run_evaluates_trains_records_and_saves(tmp_path):
 
 
 async def test_checkpoints_and_evaluations_on_the_way(tmp_path):
-    run, _ = make_run(tmp_path, every_steps=1, keep=2)
+    run, _ = make_run(tmp_path, every_steps=1, keep=2, keep_best=False)
     async with asyncio.timeout(20):
         await run.train(await run.prepare())
     assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["step-000003", "step-000004"]
@@ -143,7 +182,7 @@ async def test_steps_go_on_during_an_evaluation_unless_it_must_be_alone(tmp_path
         if name == "eval 2":
             await release.wait()
             seen.append(len(workers.made))
-        return 0.5, [2, 3]
+        return eval_scores(0.5, (2, 3))
 
     workers.evaluate = slow
     training = asyncio.create_task(run.train(version))
@@ -157,7 +196,57 @@ async def test_steps_go_on_during_an_evaluation_unless_it_must_be_alone(tmp_path
         release.set()
         await training
     assert asked == ["eval 2", "eval 4", "eval 6"], "one after the other, and those on their way end"
-    assert [(found.step, found.newest_version) for found in run.result.evaluations[1:]] == [(2, 3), (4, 3), (6, 3)]
+    assert [(found.step, found.scores.newest_version) for found in run.result.evaluations[1:]] == [
+        (2, 3),
+        (4, 3),
+        (6, 3),
+    ]
+
+
+async def test_the_checkpoint_where_the_best_evaluation_began_is_kept(tmp_path):
+    run, workers = make_run(tmp_path, num_steps=6, every_steps=1, keep=1)
+    scores = {"eval 2": 0.9, "eval 4": 0.9}
+
+    async def scored(num_prompts, replica, name):
+        return eval_scores(1.0 if name == "eval 0" else scores.get(name, 0.5))
+
+    workers.evaluate = scored
+    async with asyncio.timeout(20):
+        await run.train(await run.prepare())
+    folder = tmp_path / "checkpoints"
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-000002", "step-000006"]
+    assert run.result.best_checkpoint == folder / "step-000002", "the model that the run began with has no checkpoint"
+    assert (folder / "best").resolve() == folder / "step-000002"
+
+
+async def test_a_checkpoint_stays_while_its_evaluation_is_on_its_way(tmp_path):
+    run, workers = make_run(tmp_path, num_steps=6, every_steps=1, keep=1)
+    release = asyncio.Event()
+
+    async def slow(num_prompts, replica, name):
+        if name == "eval 1":
+            await release.wait()
+        return eval_scores(0.9 if name == "eval 1" else 0.1)
+
+    workers.evaluate = slow
+    training = asyncio.create_task(run.train(await run.prepare()))
+    async with asyncio.timeout(20):
+        while len(workers.made) < 12:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert {"step-000001", "step-000005"} <= {path.name for path in (tmp_path / "checkpoints").iterdir()}
+        release.set()
+        await training
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert kept == ["step-000001", "step-000006"]
+    assert [found.step for found in run.result.evaluations] == [0, 1, 2, 3, 4, 5, 6]
+
+
+async def test_without_keep_best_evaluations_write_no_checkpoints(tmp_path):
+    run, _ = make_run(tmp_path, every_steps=1, save_every=0, keep_best=False)
+    async with asyncio.timeout(20):
+        await run.train(await run.prepare())
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000004"]
+    assert run.result.best_checkpoint is None
 
 
 async def test_an_evaluation_that_fails_ends_the_run(tmp_path):

@@ -142,6 +142,16 @@ async def test_a_made_group_carries_rewards_advantages_and_what_people_read():
     assert made.generated_s <= made.scored_s
 
 
+async def test_an_empty_completion_is_scored_as_such_and_its_end_token_trained_on():
+    rewards = FakeRewards()
+    ((made,),) = await make(maker(rewards), [4], FakePolicy([["", "bbb", "bb"]]))
+    assert [call.completion for call in rewards.calls] == ["", "bbb", "bb"]
+    samples, num_prompt = made.group.samples, len(FakeRenderer().render("p4"))
+    assert samples.lengths.tolist() == [num_prompt + 1, num_prompt + 4, num_prompt + 3]
+    assert samples.token_ids[num_prompt] == STOP and samples.loss_mask[num_prompt]
+    assert samples.advantages[num_prompt] < 0
+
+
 @pytest.mark.parametrize(("zero_variance", "outcome"), [("refill", "filtered"), ("keep", "")])
 async def test_a_group_of_equal_rewards_is_filtered_if_the_settings_refill(zero_variance, outcome):
     batches = await make(maker(zero_variance=zero_variance), [0, 1], FakePolicy([["a", "b", "c"], ["a", "bb", "c"]]))

@@ -14,10 +14,24 @@ from forge_async.observe.progress import Progress
 from forge_async.observe.rollout_log import RolloutLog, read_rollouts
 from forge_async.observe.sinks import JsonlSink, read_metrics
 from forge_async.observe.trace import Tracer
+from forge_async.pipeline.estimates import Estimate
 from forge_async.pipeline.evaluations import Evaluated
+from forge_async.pipeline.parity_alarm import ParityAlarm
+from forge_async.pipeline.ports import PassAtK
 from forge_async.pipeline.publish import Publication
 from forge_async.pipeline.recorder import Recorder
-from tests.fakes import FakeAdmission, FakeReplay, FakeReplica, FakeWorkers, group_record, learner_step, make_pull
+from tests.fakes import (
+    FakeAdmission,
+    FakeReplay,
+    FakeReplica,
+    FakeWorkers,
+    eval_scores,
+    group_record,
+    learner_step,
+    make_pull,
+)
+
+HALF_AT_4 = PassAtK(k=4, estimate=Estimate(mean=0.5, low=0.2, high=0.8))
 
 
 class Records:
@@ -179,12 +193,35 @@ async def test_the_lag_counts_from_the_end_of_the_step_to_the_first_token_of_its
 async def test_an_evaluation_stands_in_the_row_after_its_end_with_the_versions_that_answered(records):
     records.step(0, 0)
     await records.recorder._write_waiting()
-    records.recorder.evaluated(Evaluated(step=1, oldest_version=1, newest_version=2, score=0.75))
+    records.recorder.evaluated(Evaluated(step=1, scores=eval_scores(0.75, (1, 2), pass_at=(HALF_AT_4,))))
     records.step(1, 1)
     records.step(2, 2)
     await records.recorder.finish("the run ended")
     assert [row.get("eval/score") for row in records.rows] == [None, 0.75, None]
     assert (records.rows[1]["eval/oldest_version"], records.rows[1]["eval/newest_version"]) == (1, 2)
+    assert (records.rows[1]["eval/low"], records.rows[1]["eval/high"]) == (0.375, 0.875)
+    assert records.rows[1]["eval/pass_at_4"] == 0.5
+
+
+async def test_the_alarm_looks_at_every_row(records):
+    told = []
+    records.recorder._alarm = ParityAlarm(1e-3, told.append)
+    for step in range(3):
+        records.step(step, step)
+        figures = records.recorder._steps[-1].ranks[0].result.figures
+        figures["mismatch/fresh_logprob_diff_max"] = [1e-6, 0.5, 0.7][step]
+    await records.recorder.finish("the run ended")
+    assert len(told) == 1 and told[0].startswith("step 2: mismatch/fresh_logprob_diff_max=0.5")
+
+
+async def test_groups_that_replay_ended_by_itself_are_told_as_it_ended_them(records):
+    admissions = [FakeAdmission(index=i, prompt_id=PromptId(source="fake", epoch=0, index=i)) for i in (7, 8)]
+    records.recorder.admitted(admissions, "policy_0")
+    records.step(0, 0)
+    records.recorder._steps[0].ranks[0].batch["ended"] = [(7, "expired", "too_old"), (8, "failed", "tries_used_up")]
+    await records.recorder.finish("the run ended")
+    told = {index: (event["outcome"], event["reason"]) for index, event in records.events.items()}
+    assert told == {0: ("trained", ""), 7: ("expired", "too_old"), 8: ("failed", "tries_used_up")}
 
 
 async def test_closing_needs_no_living_actor_and_may_be_repeated(records):

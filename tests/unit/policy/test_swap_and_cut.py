@@ -329,3 +329,13 @@ async def test_a_service_that_was_not_started_says_so():
     begun = time.monotonic()
     await service.close()
     assert time.monotonic() - begun < 5
+
+
+async def test_urgent_requests_enter_before_those_that_wait():
+    engine = GatedEngine()
+    async with serving(engine, limit=ConcurrencyLimit(1, 1)) as service:
+        for id, urgent in (("a", False), ("b", False), ("c", True), ("d", True)):
+            service.submit([dataclasses.replace(request(id, max_new_tokens=2), urgent=urgent)])
+        engine.let(20)
+        await until(lambda: len(added(engine)) == 4)
+        assert [id.partition("~")[0] for id in added(engine)] == ["c", "d", "a", "b"]

@@ -11,7 +11,15 @@ from forge_async.core.errors import ConfigError
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from forge_async.backends.hf_renderer import BOS_ID, CHARACTERS, EOS_ID, PAD_ID, HfRenderer, write_char_tokenizer
+from forge_async.backends.hf_renderer import (
+    BOS_ID,
+    CHARACTERS,
+    EOS_ID,
+    PAD_ID,
+    SPECIAL,
+    HfRenderer,
+    write_char_tokenizer,
+)
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
@@ -61,6 +69,14 @@ def test_token_ids_are_those_of_the_recipe(renderer):
 def test_special_tokens_are_left_out_of_decoded_text(renderer):
     assert renderer.decode([BOS_ID, 3 + ord("7") - 32, EOS_ID, PAD_ID]) == "7"
     assert renderer.decode([]) == ""
+
+
+def test_padding_that_is_the_end_token_is_no_end_of_its_own(tmp_path):
+    path = _written(tmp_path) / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token": SPECIAL[EOS_ID]}))
+    renderer = HfRenderer(tmp_path)
+    assert renderer.pad_token_id == EOS_ID and renderer.stop_token_ids == (EOS_ID,)
+    assert renderer.decode([3 + ord("7") - 32, EOS_ID]) == "7"
 
 
 def test_a_text_that_the_tokenizer_cannot_express_is_refused(renderer):

@@ -102,6 +102,14 @@ def test_failing_quickly_earns_a_replica_no_groups() -> None:
     assert state.admitter.fair_share(state.admitter.lanes.normal, "r0") == 1
 
 
+def test_an_end_that_was_asked_for_is_not_told_again() -> None:
+    state = replay(num=2, max_staleness=1)
+    (given, *_) = state.admit("r0", 2)
+    state.end(given.index, "filtered", "zero_variance", given.attempt)
+    state.end(given.index, "filtered", "zero_variance", given.attempt)
+    assert state.take_ended() == []
+
+
 def test_a_filtered_group_frees_its_slot_at_once() -> None:
     state = replay(num=2, max_staleness=1)
     given = state.admit("r0", 100)
@@ -264,6 +272,7 @@ def test_on_stale_wait_makes_the_same_group_anew() -> None:
 def test_on_stale_drop_ends_the_group_and_goes_on() -> None:
     state = with_an_old_group("drop")
     assert state.take(1) is None and state.state()["groups/expired"] == 1
+    assert state.take_ended() == [(2, "expired", "too_old")] and state.take_ended() == []
     put(state, state.admit("r0", 100))
     assert step_of(state, 1) == [3, 4]
 
@@ -313,6 +322,7 @@ def test_a_group_that_takes_replicas_down_with_it_ends_as_failed() -> None:
     state.remove_replica("s1")
     state.add_replica("s2", 0)
     assert indices(state.admit("s2", 1)) == [1] and state.ledger.reasons == {("failed", "tries_used_up"): 1}
+    assert state.take_ended() == [(0, "failed", "tries_used_up")]
 
 
 def crash_while_group_zero_is_made(journal: Journal, times: int, closed: bool) -> ReplayState:

@@ -5,7 +5,7 @@ from forge_async.core.versions import NOT_SAMPLED, VersionRuns
 from forge_async.rollout.samples import samples_of_turn
 
 
-def turn():
+def turn(kept_set=None):
     """A prompt of 2 tokens, completions of 3, 1 and 2 tokens; the version changes inside the first and the last."""
     completions = Completions(
         lengths=np.array([3, 1, 2], dtype=np.int32),
@@ -14,6 +14,7 @@ def turn():
         versions=VersionRuns.of([(2, 4, 0), (3, 5, 0), (1, 6, 1)]),
         truncated=np.array([True, False, False]),
         cut=np.zeros(3, dtype=bool),
+        kept_set=kept_set,
     )
     return samples_of_turn(np.array([7, 8], np.int32), completions, np.array([1.0, -0.5, 0.0]))
 
@@ -44,3 +45,23 @@ def test_the_columns_have_the_types_of_the_record():
     samples = turn()
     assert (samples.lengths.dtype, samples.token_ids.dtype) == (np.int32, np.int32)
     assert (samples.loss_mask.dtype, samples.logprobs.dtype, samples.advantages.dtype) == (bool, np.float32, np.float32)
+
+
+def test_each_sampled_token_has_its_kept_set_and_a_prompt_has_none():
+    assert turn().kept_set is None
+    sets = np.arange(12, dtype=np.int32).reshape(6, 2)
+    samples = turn(sets)
+    assert samples.kept_set.dtype == np.int32
+    assert samples.kept_set[samples.loss_mask].tolist() == sets.tolist()
+    assert (samples.kept_set[~samples.loss_mask] == -1).all()
+    assert samples.loss_mask.tolist() == turn().loss_mask.tolist()
+
+
+def test_a_token_whose_set_is_not_known_is_not_trained_on():
+    sets = np.arange(12, dtype=np.int32).reshape(6, 2)
+    sets[[1, 5]] = -1
+    samples = turn(sets)
+    assert samples.loss_mask.astype(int).tolist() == [0, 0, 1, 0, 1, 0, 0, 1, 0, 0, 1, 0]
+    assert samples.logprobs.tolist() == [0, 0, -1, 0, -3, 0, 0, -4, 0, 0, -5, 0]
+    assert not samples.advantages[~samples.loss_mask].any()
+    assert samples.versions.per_token_steps().tolist() == turn().versions.per_token_steps().tolist()
