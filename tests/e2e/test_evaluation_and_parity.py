@@ -22,6 +22,7 @@ def call(cwd: Path, app: str, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_a_run_is_evaluated_on_its_way_and_policy_learner_and_transformers_agree(
     tmp_path: Path, tiny_model: Path
 ) -> None:
