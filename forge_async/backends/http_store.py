@@ -11,6 +11,7 @@ import hmac
 import http.client
 import json
 import secrets
+import sys
 import threading
 import urllib.parse
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -62,6 +63,11 @@ class _Server(ThreadingHTTPServer):
         self.token = secrets.token_hex(32)
         self.values: dict[str, tuple[str, bytearray]] = {}
         self.lock = threading.Lock()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hung up or died is no error of the server; what it left half done is dropped with it."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):

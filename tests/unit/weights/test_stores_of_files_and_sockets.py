@@ -4,6 +4,8 @@ import dataclasses
 import json
 import socket
 import stat
+import struct
+import time
 
 import pytest
 import torch
@@ -123,3 +125,13 @@ async def test_objects_from_the_wire_cannot_name_what_is_not_ours(server):
     with pytest.raises(WeightsError, match="it names os.system"):
         await get(store, "a")
     assert json.dumps(await store.keys()) == '["a"]'
+
+
+def test_a_client_that_hangs_up_leaves_no_word_on_the_terminal(server, capfd):
+    address = server.address
+    with socket.create_connection((address.host, address.port)) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # hang up with a reset
+        client.sendall(b"PUT /half HTTP/1.1\r\n")
+        time.sleep(0.1)
+    time.sleep(0.2)
+    assert capfd.readouterr().err == ""
