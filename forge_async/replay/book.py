@@ -159,5 +159,3 @@ class Book:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Book) and vars(self) == vars(other)
-
-    __hash__ = None  # type: ignore[assignment]

@@ -132,6 +132,6 @@ def test_a_client_that_hangs_up_leaves_no_word_on_the_terminal(server, capfd):
     with socket.create_connection((address.host, address.port)) as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # hang up with a reset
         client.sendall(b"PUT /half HTTP/1.1\r\n")
-        time.sleep(0.1)
-    time.sleep(0.2)
+        time.sleep(0.1)  # the server's thread has begun to read
+    time.sleep(0.2)  # and would have complained by now: there is nothing to wait for when it keeps silent
     assert capfd.readouterr().err == ""
