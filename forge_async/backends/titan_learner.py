@@ -30,6 +30,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan_distributed
 from torchtitan.tools import utils as titan_utils
 
+from forge_async.backends import titan_state
 from forge_async.backends.titan_build import check_same_tokens, load_model
 from forge_async.backends.titan_forward import forward
 from forge_async.backends.titan_values import ValueHead
@@ -69,7 +70,6 @@ class TitanLearner:
         temperature: float = 1.0,
         publish_dtype: str = "float32",
         version: PolicyVersion | None = None,
-        reference_folder: Path | None = None,
     ) -> None:
         """Build the model on this rank's device and load the folder's weights.
 
@@ -82,7 +82,6 @@ class TitanLearner:
             temperature: the sampler's; logits are divided by it before log-probabilities are taken.
             publish_dtype: dtype of snapshots, the policy engine's.
             version: of the loaded weights; step 0 when None.
-            reference_folder: the model that a divergence is taken from, if the loss has one; `model_folder` when None.
         """
         self.version = version or PolicyVersion()
         self._folder, self._loss, self._settings, self._optimizer_settings = model_folder, loss, learner, optimizer
@@ -106,7 +105,7 @@ class TitanLearner:
         self._schedule = _schedule_config(optimizer).build(optimizers=self._optimizer, training_steps=total_steps)
         self._named: list[tuple[str, Any]] | None = None
         self._packer = Packer(self.rank)
-        self._frozen = self._load_frozen(reference_folder or model_folder)
+        self._frozen = self._load_frozen()
         self._values = self._value_head() if loss.needs_values else None
 
     @property
@@ -184,6 +183,14 @@ class TitanLearner:
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
 
+    def save_state(self, folder: Path) -> None:
+        titan_state.save(folder, self._state())
+
+    def restore(self, folder: Path, version: PolicyVersion) -> None:
+        titan_state.load(folder, self._state())
+        titan_state.go_on_from(self._schedule, version.step)
+        self.version = version
+
     def digest(self) -> str:
         found = hashlib.sha256()
         for name, tensor in self._full_weights():
@@ -210,9 +217,9 @@ class TitanLearner:
         titan_distributed.set_determinism(dims, self._device, DebugConfig(seed=seed), distinct_seed_mesh_dims=["pp"])
         return dims, titan_distributed.get_spmd_context(parallel_dims=dims)
 
-    def _load_frozen(self, reference_folder: Path) -> dict[str, Any]:
+    def _load_frozen(self) -> dict[str, Any]:
         """The models that are only read, by the name of what they give; each is sharded like the one that learns."""
-        wanted = {"reference_logprobs": reference_folder} if self._loss.needs_reference else {}
+        wanted = {"reference_logprobs": self._folder} if self._loss.needs_reference else {}
         if self._loss.settings.teacher:
             wanted["teacher_logprobs"] = Path(self._loss.settings.teacher)
             check_same_tokens(self._folder, wanted["teacher_logprobs"])
@@ -226,6 +233,9 @@ class TitanLearner:
         mesh = self._dims.get_optional_mesh("batch")
         group = mesh.get_group() if mesh is not None and mesh.size() > 1 else None
         return ValueHead(self._model, self._device, self._optimizer_settings, self._loss.settings, group)
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return titan_state.collect(self._model, self._optimizer, self._values.state() if self._values else {})
 
     def _over_ranks(self, totals: StepTotals) -> Figures:
         sums = dict(zip(totals.sums, self._sum_over_ranks(totals.sum_values()), strict=True))

@@ -10,7 +10,7 @@ import socket
 import numpy as np
 import pytest
 
-from forge_async.core.errors import ConfigError, NonFiniteError
+from forge_async.core.errors import ConfigError, LearnerError, NonFiniteError
 from forge_async.core.records import Group, PromptId, Samples
 from forge_async.core.versions import NOT_SAMPLED, PolicyVersion, VersionRuns
 from forge_async.learner.batch import Share, split_batch
@@ -193,6 +193,29 @@ def test_a_loss_that_is_not_finite_leaves_everything_as_it_was(subject):
     untouched = subject.make()
     untouched.train(share(make_samples()))
     assert untouched.digest() == after, "nothing of the refused gradient is left"
+
+
+def test_a_learner_goes_on_from_its_checkpoint_as_if_nothing_had_happened(subject, tmp_path):
+    learner = subject.make()
+    for step in range(2):
+        learner.train(share(make_samples(seed=step)))
+    learner.save_state(tmp_path / "state")
+    expected = [learner.train(share(make_samples(seed=step))) for step in (2, 3)]
+    digest = learner.digest()
+    restored = subject.make()
+    restored.restore(tmp_path / "state", PolicyVersion(incarnation=1, step=2))
+    assert restored.version == PolicyVersion(incarnation=1, step=2)
+    found = [restored.train(share(make_samples(seed=step))) for step in (2, 3)]
+    assert [(each.loss, each.grad_norm, each.lr) for each in found] == [
+        (each.loss, each.grad_norm, each.lr) for each in expected
+    ]
+    assert found[-1].version == PolicyVersion(incarnation=1, step=4)
+    assert restored.digest() == digest
+
+
+def test_a_checkpoint_that_is_not_there_is_named(subject, tmp_path):
+    with pytest.raises(LearnerError, match="state cannot be read.*delete its folder"):
+        subject.make().restore(tmp_path / "state", PolicyVersion(step=2))
 
 
 def test_a_snapshot_is_what_save_writes_and_does_not_move_with_the_next_step(subject, tmp_path):
@@ -490,6 +513,39 @@ def test_two_ranks_agree_with_one_about_values_reference_and_entropy(odd, childr
     parts = call_all(ranks, "snapshot", [(), ()])
     manifest = build_manifest(PolicyVersion(step=2), [Packed(part=part) for part, _ in parts])
     assert_close(weights, unpack(manifest, {rank: blob for rank, (_, blob) in enumerate(parts)}))
+
+
+@pytest.mark.stack
+def test_a_checkpoint_of_two_ranks_is_gone_on_with_by_one_and_the_other_way_round(odd, children, tmp_path):
+    chosen = {"lr": 1e-3, "objective": EVERYTHING, "correction": "icepop"}
+    alone = odd.make(**chosen)
+    alone.train(share(off_policy(make_samples(), alone)))
+    alone.save_state(tmp_path / "one")
+    digest, last = alone.digest(), off_policy(make_samples(seed=1), alone)
+    result = alone.train(share(last))
+    weights = weights_of(alone)
+    ranks, version = two_ranks(children, odd.folder, **chosen), PolicyVersion(incarnation=1, step=1)
+    call_all(ranks, "restore", [(tmp_path / "one", version)] * 2)
+    assert call_all(ranks, "digest", [(), ()]) == [digest] * 2
+    call_all(ranks, "save_state", [(tmp_path / "two",)] * 2)
+    for mine in call_all(ranks, "train", [(each,) for each in share(last, 2)]):
+        assert mine.loss == pytest.approx(result.loss, rel=1e-5, abs=1e-6)
+        assert mine.figures == pytest.approx(result.figures, rel=1e-4, abs=1e-6)
+    again = odd.make(**chosen)
+    again.restore(tmp_path / "two", version)
+    assert again.digest() == digest
+    again.train(share(last))
+    assert_close(weights, weights_of(again))
+
+
+@pytest.mark.stack
+def test_a_checkpoint_of_another_model_is_refused_and_one_without_values_gets_new_ones(titan, odd, tmp_path):
+    titan.make().save_state(tmp_path / "state")
+    with pytest.raises(LearnerError, match=r"another model or optimiser: \S+ is \(.*\) here, .*config.yaml"):
+        odd.make().restore(tmp_path / "state", PolicyVersion(step=1))
+    with_values = titan.make(objective={"name": "ppo"})
+    with_values.restore(tmp_path / "state", PolicyVersion(step=1))
+    assert with_values.train(share(make_samples())).version == PolicyVersion(step=2)
 
 
 @pytest.mark.stack
