@@ -23,6 +23,7 @@ def titan_learner(
     *,
     rank: int = 0,
     ranks: int = 1,
+    tensor_parallel: int = 1,
     row_tokens: int = 64,
     micro_batch_tokens: int = 8192,
     logit_chunk_tokens: int = 2048,
@@ -50,6 +51,7 @@ def titan_learner(
         loss=objective_loss(ObjectiveSettings(**(objective or {})), correction),
         learner=LearnerSettings(
             ranks=ranks,
+            tensor_parallel=tensor_parallel,
             row_tokens=row_tokens,
             micro_batch_tokens=micro_batch_tokens,
             logit_chunk_tokens=logit_chunk_tokens,

@@ -13,7 +13,8 @@ from forge_async.backends.titan_models import model_spec
 # isort: split
 import torch
 from safetensors.torch import load_file
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
@@ -95,8 +96,18 @@ def _load_weights(model: torch.nn.Module, adapter: Any, folder: Path, device: to
                     f"{tuple(parameter.shape)}."
                 )
             if isinstance(parameter, DTensor):
-                value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+                value, parameter = value[box(parameter)], parameter.to_local()
             parameter.copy_(value)
+
+
+def box(parameter: DTensor) -> tuple[slice, ...]:
+    """What of the whole this rank holds.
+
+    Asked of the mesh, since torch cannot distribute a tensor that is cut twice along one dimension (FSDP2 over tensor
+    parallelism).
+    """
+    shape, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(slice(low, low + size) for low, size in zip(offsets, shape, strict=True))
 
 
 def _read_safetensors(folder: Path) -> dict[str, torch.Tensor]:

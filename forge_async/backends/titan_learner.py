@@ -170,7 +170,10 @@ class TitanLearner:
         return [row[: len(ids) - 1] for row, ids in zip(logprobs, token_ids, strict=True)]
 
     def save(self, folder: Path) -> None:
-        weights = {name: tensor.cpu().clone() for name, tensor in self._full_weights()}
+        weights = {}
+        for name, tensor in self._full_weights():  # each is put together on all ranks; only one keeps it
+            if self.rank == 0:
+                weights[name] = tensor.cpu().clone()
         if self.rank != 0:
             return
         partial = folder.with_name(folder.name + ".partial")

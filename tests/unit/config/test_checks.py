@@ -170,7 +170,6 @@ def test_what_only_just_fits_is_accepted(changes: dict[str, Any]) -> None:
 ASKED = {
     "weights.transport": "rdma",
     "policy.tensor_parallel": 2,
-    "learner.tensor_parallel": 2,
     "learner.expert_parallel": 2,
 }
 
