@@ -18,6 +18,7 @@ from forge_async.core.errors import ForgeError, LearnerError, one_sentence
 from forge_async.core.records import Samples
 from forge_async.core.versions import PolicyVersion
 from forge_async.learner.batch import split_samples
+from forge_async.learner.layout import Layout
 from forge_async.learner.objectives.user import absolute_reference
 from forge_async.learner.ports import StepResult
 from forge_async.learner.settings import CorrectionSettings, LearnerSettings, ObjectiveSettings, OptimizerSettings
@@ -141,7 +142,7 @@ class LearnerActor(ForgeActor):
     async def train(self, samples: Samples) -> StepResult:
         """Train on this rank's share of `samples`, which every rank is given whole. Call on all ranks."""
         learner = self._rank
-        share = split_samples(samples, learner.batch_ranks)[learner.batch_rank]
+        share = split_samples(samples, learner.batch_ranks, Layout.of(self._plan.learner))[learner.batch_rank]
         return await self._run(lambda: learner.train(share))
 
     @concurrent_endpoint

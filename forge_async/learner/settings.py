@@ -55,7 +55,14 @@ class LearnerSettings:
     )
     updates_per_batch: int = setting(
         1,
-        "optimiser steps on each batch, all of it each time; every one after the first adds a step to the samples' age",
+        "optimiser steps on each batch, or on its mini-batches in turn; every one after the first adds a step to the "
+        "samples' age",
+        low=1,
+    )
+    mini_batches: int = setting(
+        1,
+        "parts that a batch is cut into, by groups, each for updates of its own; updates_per_batch, a multiple of it, "
+        "says how many updates there are: 4 of 4 parts go through the batch once, 8 twice",
         low=1,
     )
     activation_checkpointing: str = setting(

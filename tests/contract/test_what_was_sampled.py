@@ -242,8 +242,8 @@ def test_with_unchanged_weights_the_ratio_is_one(ends, way):
 def test_how_samples_with_kept_sets_are_laid_out_changes_nothing(ends):
     samples = sampled(ends[0], WAYS["temperature_top_p_top_k"])
     chosen = {"temperature": 0.7, "objective": {"entropy_weight": 0.01, "kl_weight": 0.1}, "lr": 1e-4}
-    one = learner_of(ends, row_tokens=512, **chosen).train(share(samples))
-    other = learner_of(ends, row_tokens=8, micro_batch_tokens=40, **chosen).train(share(samples))
+    one = learner_of(ends, **chosen).train(share(samples, row_tokens=512))
+    other = learner_of(ends, **chosen).train(share(samples, row_tokens=8, micro_batch_tokens=40))
     assert other.loss == pytest.approx(one.loss, rel=1e-5, abs=1e-6)
     assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
     assert other.figures == pytest.approx(one.figures, rel=1e-4, abs=1e-6)
@@ -258,7 +258,7 @@ def test_an_end_token_that_is_also_the_padding_is_trained_on_where_it_was_sample
     assert ended.sum() > 3 and samples.loss_mask[last].all()
     assert int((samples.token_ids[samples.loss_mask] == 0).sum()) == ended.sum()
     results = [
-        learner_of(ends, lr=1e-4, **layout).train(share(samples))
+        learner_of(ends, lr=1e-4).train(share(samples, **layout))
         for layout in ({"row_tokens": 128}, {"row_tokens": 8, "micro_batch_tokens": 8})
     ]
     for result in results:
