@@ -16,10 +16,10 @@ import numpy as np
 from forge_async.actors.forge_actor import ActorHandle, ForgeActor, concurrent_endpoint
 from forge_async.core.errors import ForgeError, LearnerError, one_sentence
 from forge_async.core.records import Samples
+from forge_async.core.user_code import absolute_reference
 from forge_async.core.versions import PolicyVersion
 from forge_async.learner.batch import split_samples
 from forge_async.learner.layout import Layout
-from forge_async.learner.objectives.user import absolute_reference
 from forge_async.learner.ports import StepResult
 from forge_async.learner.settings import CorrectionSettings, LearnerSettings, ObjectiveSettings, OptimizerSettings
 from forge_async.observe.process_stats import own_stats

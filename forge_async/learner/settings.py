@@ -50,8 +50,9 @@ class LearnerSettings:
     oversize: str = setting(
         "refuse",
         "what becomes of a longer sample, before its group is admitted to a batch. refuse: the group is filtered "
-        "(oversize); truncate: its first tokens are trained on, or the group is refused if none of them was sampled",
-        choices=("refuse", "truncate"),
+        "(oversize); truncate: its first tokens are trained on; turns: its first turns that fit whole. Where nothing "
+        "sampled would be left of a sample, its group is refused",
+        choices=("refuse", "truncate", "turns"),
     )
     updates_per_batch: int = setting(
         1,

@@ -222,6 +222,16 @@ def learner_of(ends, **settings):
     return child.build("tests.backends:titan_learner", str(folder), free_port(), **settings)
 
 
+def test_without_kept_sets_the_samples_are_the_same(engine):
+    """Evaluations ask for none. The log-probabilities are renormalised over them all the same."""
+    asked = request("a", n=4, top_k=5, temperature=0.7, tokens=9)
+    without = dataclasses.replace(asked, sampling=dataclasses.replace(asked.sampling, gives_kept_sets=False))
+    with_sets, plain = generate(engine, asked)["a"], generate(engine, without)["a"]
+    assert with_sets.kept_set is not None and plain.kept_set is None
+    assert plain.token_ids.tolist() == with_sets.token_ids.tolist()
+    assert plain.logprobs == pytest.approx(with_sets.logprobs, abs=1e-5)
+
+
 @pytest.mark.stack
 @pytest.mark.parametrize("way", WAYS)
 def test_with_unchanged_weights_the_ratio_is_one(ends, way):
