@@ -16,9 +16,10 @@ import numpy as np
 from forge_async.actors.forge_actor import ActorHandle, ForgeActor, concurrent_endpoint
 from forge_async.core.errors import ForgeError, LearnerError, one_sentence
 from forge_async.core.records import Samples
+from forge_async.core.user_code import absolute_reference
 from forge_async.core.versions import PolicyVersion
 from forge_async.learner.batch import split_samples
-from forge_async.learner.objectives.user import absolute_reference
+from forge_async.learner.layout import Layout
 from forge_async.learner.ports import StepResult
 from forge_async.learner.settings import CorrectionSettings, LearnerSettings, ObjectiveSettings, OptimizerSettings
 from forge_async.observe.process_stats import own_stats
@@ -145,7 +146,7 @@ class LearnerActor(ForgeActor):
     async def train(self, samples: Samples) -> StepResult:
         """Train on this rank's share of `samples`, which every rank is given whole. Call on all ranks."""
         learner = self._rank
-        share = split_samples(samples, learner.batch_ranks)[learner.batch_rank]
+        share = split_samples(samples, learner.batch_ranks, Layout.of(self._plan.learner))[learner.batch_rank]
         return await self._run(lambda: learner.train(share))
 
     @concurrent_endpoint

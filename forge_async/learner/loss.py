@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from forge_async.core.errors import ConfigError
 from forge_async.learner import segments
-from forge_async.learner.corrections import correction
+from forge_async.learner.corrections import WITHOUT_START, correction
 from forge_async.learner.corrections.anchors import none
 from forge_async.learner.counts import Counts
 from forge_async.learner.inputs import LossInputs
@@ -68,6 +68,8 @@ class Loss:
     """Sets anchor and weights."""
     compares: bool = True
     """Whether the sampler's log-probabilities mean something; False for demonstrations."""
+    needs_start: bool = False
+    """Whether later updates of a batch want `start_logprobs`."""
 
     @property
     def needs_reference(self) -> bool:
@@ -190,6 +192,9 @@ def objective_loss(
         components=components,
         settings=settings,
         correct=correction(correction_name, correction_settings or CorrectionSettings()),
+        needs_start=correction_name not in WITHOUT_START
+        or ":" in settings.name
+        or (settings.kl_weight > 0 and settings.kl_place == "reward"),
     )
 
 

@@ -92,6 +92,11 @@ FRESH_DEPTH = _sometimes("queue/fresh_depth", "groups", "ready groups of the fre
 GROUPS_SALVAGED = _sometimes("groups/salvaged", "groups", "groups that went on without their cut rollouts")
 ROLLOUTS_CUT = _sometimes("rollouts/cut", "rollouts", "rollouts cut off at rollout.timeout_s since the step before")
 SAMPLES_OVERSIZE = _sometimes("samples/oversize", "samples", "samples above learner.max_sample_tokens, cut or refused")
+UNKNOWN_KEPT_SETS = _sometimes(
+    "tokens/unknown_kept_set",
+    "tokens",
+    "sampled tokens that are not trained on, since their kept set was too large",
+)
 GROUPS_CANCELLED = _sometimes("groups/cancelled", "groups", "groups cancelled since the step before")
 EVAL_SCORE = _sometimes("eval/score", "", "mean score on the held-out prompts, greedy; an evaluation that has ended")
 EVAL_LOW = _sometimes("eval/low", "", "lower end of that score's 95% interval")

@@ -134,6 +134,8 @@ class WorkerReport:
     """Groups that went on without some of their rollouts."""
     num_oversize: int = 0
     """Samples above `learner.max_sample_tokens`, cut or refused."""
+    num_unknown_tokens: int = 0
+    """Sampled tokens that are not trained on because their kept set was too large to be recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -235,6 +235,7 @@ class Recorder:
             names.ROLLOUTS_CUT: sum(report.num_cut for report in reports),
             names.GROUPS_SALVAGED: sum(report.num_salvaged for report in reports),
             names.SAMPLES_OVERSIZE: sum(report.num_oversize for report in reports),
+            names.UNKNOWN_KEPT_SETS: sum(report.num_unknown_tokens for report in reports),
             **self._batch_figures(batch),
             **self._weight_figures(),
             **self._memory(step.ranks, stats, reports),

@@ -20,6 +20,7 @@ from forge_async.actors.rollout_actor import RolloutActor, RolloutPlan
 from forge_async.actors.store_actor import StoreActor
 from forge_async.config.schema import Config
 from forge_async.core.versions import PolicyVersion
+from forge_async.learner.layout import Layout
 from forge_async.pipeline.ports import Admission, EvalScores, GroupRecord, LearnerStep, Pull, ReplicaStats, WorkerReport
 from forge_async.replay.admission import Prompts
 from forge_async.rollout.oversize import SampleLimit
@@ -281,5 +282,5 @@ async def _start_replay(
         journal_path=str(run_dir / "journal" / JOURNAL),
         resume_from=resume.version if resume else None,
         keep_zero_advantage=config.advantage.zero_variance == "keep" or config.objective.trains_zero_advantages,
-        attention_tokens=config.learner.attention_tokens,
+        layout=Layout.of(config.learner),
     )
