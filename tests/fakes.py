@@ -146,7 +146,7 @@ class FakeEngine:
             logprobs = log_softmax(self.table[row.last])
             token = int(np.argmax(logprobs))
         row.tokens.append(token)
-        if sampling.leaves_out:
+        if sampling.records_kept_sets:
             order = np.argsort(-logprobs, kind="stable")
             row.kept_sets.append(kept_sets.from_logprobs(order[None], logprobs[order][None], is_whole=True))
         row.logprobs.append(float(logprobs[token]))

@@ -231,7 +231,7 @@ class TitanLearner:
     def _value_head(self) -> ValueHead:
         mesh = self._dims.get_optional_mesh("batch")
         group = mesh.get_group() if mesh is not None and mesh.size() > 1 else None
-        return ValueHead(self._model, self._device, self._optimizer_settings, self._loss.settings, group)
+        return ValueHead(self._model, self._device, self._optimizer_settings, self._loss, group)
 
     def _state(self) -> dict[str, torch.Tensor]:
         return titan_state.collect(self._model, self._optimizer, self._values.state() if self._values else {})
@@ -249,7 +249,7 @@ class TitanLearner:
         """Of each mini-batch its counts and its micro-batches, with what must be known of them before the step."""
         built = [build_micro_batches(share.samples, part.batches) for part in share.mini_batches]
         flat = [rows for batches in built for rows in batches]
-        of_rows = iter(self._values.targets(flat, self._old_values) if self._values else [Known() for _ in flat])
+        of_rows = iter(self._values.targets(flat, self._before_step) if self._values else [Known() for _ in flat])
         parts = [
             (part.counts, [(rows, next(of_rows)) for rows in batches])
             for part, batches in zip(share.mini_batches, built, strict=True)
@@ -294,12 +294,12 @@ class TitanLearner:
             **given,
         )
 
-    def _old_values(self, rows: Rows) -> np.ndarray:
-        """float32 [B, L]: the values before the step."""
+    def _before_step(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+        """float32 [B, L] each: values and log-probabilities before the step."""
         assert self._values is not None
         with torch.no_grad(), self._in_context():
-            forward(self._model, self._to_device(rows), self._wanted)
-            return self._values.values().cpu().numpy()
+            logprobs = forward(self._model, self._to_device(rows), self._wanted).logprobs
+            return self._values.values().cpu().numpy(), logprobs.cpu().numpy()
 
     def _apply_gradients(self, loss: float, share: Share, blamed: tuple[int, int], update: int) -> float:
         """Clip and step, unless loss or gradient is not finite. Returns the norm before clipping."""

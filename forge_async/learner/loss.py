@@ -70,6 +70,8 @@ class Loss:
     """Whether the sampler's log-probabilities mean something; False for demonstrations."""
     needs_start: bool = False
     """Whether later updates of a batch want `start_logprobs`."""
+    vtrace_rho_max: float | None = None
+    """Where advantages and returns come from values by V-trace, where a turn's ratio is truncated; None: by GAE."""
 
     @property
     def needs_reference(self) -> bool:
@@ -171,6 +173,8 @@ def objective_loss(
     """
     if settings.denominator == "constant" and settings.constant_tokens < 1:
         raise ConfigError("objective.denominator=constant needs objective.constant_tokens, such as the length limit.")
+    numbers = correction_settings or CorrectionSettings()
+    by_vtrace = settings.has_values and correction_name == "vtrace"  # the advantages then hold the ratios
     components = [
         Component(
             name="objective",
@@ -191,7 +195,8 @@ def objective_loss(
     return Loss(
         components=components,
         settings=settings,
-        correct=correction(correction_name, correction_settings or CorrectionSettings()),
+        correct=correction("none" if by_vtrace else correction_name, numbers),
+        vtrace_rho_max=numbers.high if by_vtrace else None,
         needs_start=correction_name not in WITHOUT_START
         or ":" in settings.name
         or (settings.kl_weight > 0 and settings.kl_place == "reward"),

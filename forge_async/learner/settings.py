@@ -133,8 +133,12 @@ class ObjectiveSettings:
 
     value_weight: float = setting(0.5, "ppo: weight of the value head's squared error", low=0.0)
     value_clip: float = setting(0.2, "ppo: a value moves at most so far from its prediction; 0: freely", low=0.0)
-    gae_gamma: float = setting(1.0, "ppo: discount of a token", low=0.0, high=1.0)
-    gae_lambda: float = setting(0.95, "ppo: how far rewards reach back beside values", low=0.0, high=1.0)
+    gae_gamma: float = setting(
+        1.0, "ppo: discount of a token; with async.correction=vtrace, of a turn", low=0.0, high=1.0
+    )
+    gae_lambda: float = setting(
+        0.95, "ppo: how far rewards reach back beside values; not with async.correction=vtrace", low=0.0, high=1.0
+    )
 
     @property
     def has_values(self) -> bool:

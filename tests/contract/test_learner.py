@@ -398,8 +398,9 @@ def test_values_reference_entropy_and_several_updates_do_not_depend_on_the_layou
 
 
 @pytest.mark.stack
-def test_the_value_head_learns_what_it_is_rewarded_for(titan):
-    learner = titan.make(objective={"name": "ppo", "value_clip": 0.0}, lr=3e-3)
+@pytest.mark.parametrize("correction", ["token_is", "vtrace"])
+def test_the_value_head_learns_what_it_is_rewarded_for(titan, correction):
+    learner = titan.make(objective={"name": "ppo", "value_clip": 0.0}, lr=3e-3, correction=correction)
     samples = make_samples()
     rewards = np.repeat(np.arange(9) % 3 - 1.0, samples.lengths) * samples.loss_mask
     batch = dataclasses.replace(samples, advantages=rewards.astype(np.float32))
