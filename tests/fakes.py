@@ -262,7 +262,6 @@ class MemoryStore:
         survives_members=True,
         cross_host=False,
         is_shared=False,
-        medium="a dictionary of this process",
     )
 
     def __init__(self, crash_after: int | None = None) -> None:

@@ -56,7 +56,7 @@ class DeltaWriter:
     def base(self, version: PolicyVersion, part: Part) -> Published | None:
         """What a delta of this part may be made from; None when the version has to be whole."""
         last = self._last.get(part.rank)
-        if last is None or last.part.id != part.id or last.version.policy != version.policy:
+        if last is None or not part.blob_bytes or last.part.id != part.id or last.version.policy != version.policy:
             return None
         return last if last.version < version and len(last.chain) < self._anchor_every else None
 
