@@ -205,16 +205,17 @@ class PolicyActor(ForgeActor):
             fetch_s = time.perf_counter() - begun
             swap = await self._service.swap(weights, version, self._fingerprint_check(manifest))
         self._served = version
-        fetched = 0 if plane.store.transport.is_shared else manifest.num_bytes
+        read = plane.last_read
         return Pull(
             version=version,
             fetch_s=fetch_s,
             pause_s=swap.pause_s,
-            num_bytes=manifest.num_bytes,
-            held_bytes=fetched + sum(shard.num_bytes for shard in manifest.shards if not shard.is_whole),
+            num_bytes=read.num_bytes,
+            held_bytes=read.own_bytes + sum(shard.num_bytes for shard in manifest.shards if not shard.is_whole),
             started_s=started_s,
             swap=swap,
             transport=plane.store.transport.name,
+            damage=read.damage,
         )
 
     def _fingerprint_check(self, manifest: Manifest) -> Callable[[Engine], None] | None:

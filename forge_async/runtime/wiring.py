@@ -26,6 +26,7 @@ from forge_async.replay.admission import Prompts
 from forge_async.rollout.oversize import SampleLimit
 from forge_async.runtime.meshes import Placement
 from forge_async.runtime.resume import JOURNAL, ResumePoint
+from forge_async.weights.retention import Committed
 
 T = TypeVar("T")
 
@@ -115,7 +116,10 @@ class RemoteLearner:
     async def stage(self, version: PolicyVersion) -> None:
         await self._handle.stage.call(version, timeout_s=self._weights_timeout_s)
 
-    async def commit(self, version: PolicyVersion) -> int:
+    async def restage(self, version: PolicyVersion) -> None:
+        await self._handle.restage.call(version, timeout_s=self._weights_timeout_s)
+
+    async def commit(self, version: PolicyVersion) -> Committed:
         return await self._first.commit.call_one(version, timeout_s=self._weights_timeout_s)
 
     async def retire(self, version: PolicyVersion) -> None:
