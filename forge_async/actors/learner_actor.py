@@ -20,7 +20,13 @@ from forge_async.core.versions import PolicyVersion
 from forge_async.learner.batch import split_samples
 from forge_async.learner.objectives.user import absolute_reference
 from forge_async.learner.ports import StepResult
-from forge_async.learner.settings import CorrectionSettings, LearnerSettings, ObjectiveSettings, OptimizerSettings
+from forge_async.learner.settings import (
+    CorrectionSettings,
+    LearnerSettings,
+    LoraSettings,
+    ObjectiveSettings,
+    OptimizerSettings,
+)
 from forge_async.observe.process_stats import own_stats
 from forge_async.pipeline.ports import LearnerStep, Spans
 from forge_async.weights.manifest import Part
@@ -53,6 +59,10 @@ class LearnerPlan:
     """The sampler's."""
     publish_dtype: str = "float32"
     """The policy engine's dtype."""
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    """Of rank 0: the model itself is trained."""
+    merge_adapters: bool = False
+    """As `weights.merge_adapters`."""
 
     @classmethod
     def of(cls, config: Config, model_folder: str) -> LearnerPlan:
@@ -73,6 +83,8 @@ class LearnerPlan:
             seed=config.root.seed,
             temperature=config.sampling.temperature,
             publish_dtype=config.policy.dtype,
+            lora=config.lora,
+            merge_adapters=config.weights.merge_adapters,
         )
 
 
@@ -87,6 +99,8 @@ class LearnerActor(ForgeActor):
         self._plane: WeightPlane | None = None
         self._replay: ActorHandle | None = None
         self._snapshots: dict[PolicyVersion, tuple[Part, Any]] = {}
+        self._builds_on: dict[PolicyVersion, str] = {}
+        """The base of each snapshot that was taken and is not committed; "" of a whole one."""
         self._spare: Any = None
         """The store's memory for the next snapshot, asked for while the step runs."""
 
@@ -166,18 +180,18 @@ class LearnerActor(ForgeActor):
         if self._store is None:
             raise LearnerError("The learner has no store to publish to: start it as LearnerActor(plan, store).")
         await self._stage(version)
-        rank, ranks = self._rank.rank, self._plan.learner.ranks
-        await self._store.meet.call_one(str(version), rank, ranks)
+        rank = self._rank.rank
+        await self._store.meet.call_one(str(version), rank, self._plan.learner.ranks)
         if rank != 0:
             return
-        await self._weights.commit(version, ranks)
+        await self._commit(version)
         for old in (await self._weights.versions())[:-keep_versions]:
             await self._weights.retire(old)
 
     @concurrent_endpoint
     async def commit(self, version: PolicyVersion) -> int:
         """Make a version readable, after every rank has staged it; returns its bytes. Called on one rank."""
-        return (await self._weights.commit(version, self._plan.learner.ranks)).num_bytes
+        return await self._commit(version)
 
     @concurrent_endpoint
     async def retire(self, version: PolicyVersion) -> None:
@@ -215,6 +229,7 @@ class LearnerActor(ForgeActor):
         from forge_async.backends.weight_stores import open_plane
 
         self._plane = open_plane(store_handle)
+        self._rank.forget_base()  # this store has none of it
 
     async def _reserve(self, wanted: bool) -> None:
         """Ask the store for memory of the size of the last snapshot, unless some is at hand.
@@ -233,12 +248,19 @@ class LearnerActor(ForgeActor):
 
     async def _snapshot(self) -> None:
         blob, self._spare = self._spare, None
+        base = self._rank.base
         self._snapshots[self._rank.version] = await self._run(lambda: self._rank.snapshot(blob))
+        self._builds_on[self._rank.version] = base
 
     async def _stage(self, version: PolicyVersion) -> None:
         if version not in self._snapshots:
             raise LearnerError(f"The learner has no snapshot of {version}: call snapshot after the step that makes it.")
         await self._weights.stage(version, *self._snapshots.pop(version))
+
+    async def _commit(self, version: PolicyVersion) -> int:
+        base = self._builds_on.get(version, "")
+        self._builds_on = {each: on for each, on in self._builds_on.items() if each > version}
+        return (await self._weights.commit(version, self._plan.learner.ranks, base)).num_bytes
 
     def _build(self) -> None:
         from forge_async.backends.titan_learner import TitanLearner
@@ -258,6 +280,8 @@ class LearnerActor(ForgeActor):
             seed=plan.seed,
             temperature=plan.temperature,
             publish_dtype=plan.publish_dtype,
+            lora=plan.lora,
+            merge_adapters=plan.merge_adapters,
         )
 
     async def _run(self, work: Callable[[], T]) -> T:

@@ -7,6 +7,7 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ from forge_async.actors.forge_actor import ActorHandle, ForgeActor, concurrent_e
 from forge_async.core.clock import within
 from forge_async.core.errors import PolicyError
 from forge_async.core.versions import PolicyVersion
+from forge_async.learner.settings import LoraSettings
 from forge_async.observe.process_stats import own_stats
 from forge_async.pipeline.ports import Pull, ReplicaStats
 from forge_async.policy.concurrency import concurrency_limit
@@ -43,16 +45,20 @@ class PolicyActor(ForgeActor):
         seed: int = 0,
         store: ActorHandle | None = None,
         swap: str = "keep_kv",
+        lora: LoraSettings | None = None,
     ) -> None:
         """With a store, it begins with the newest version that is readable there; without, `connect` and `pull`.
 
         Args:
             swap: what happens to requests in flight when weights arrive, a name of `policy.swap.MODES`.
+            lora: the adapters that versions hold, if they hold adapters.
         """
         self._name, self._model_folder = name, model_folder
         self._policy, self._weights = policy or PolicySettings(), weights or WeightsSettings()
         self._start_version, self._seed = start_version or PolicyVersion(), seed
-        self._store = store
+        self._store, self._lora = store, lora
+        self._base = ""
+        """The version whose parameters lie below the adapters that are served; "" while there is none."""
         self._served: PolicyVersion | None = None
         """What was pulled last; None while the engine's weights mean nothing."""
         self._catching_up = asyncio.Lock()
@@ -200,33 +206,52 @@ class PolicyActor(ForgeActor):
         started_s, begun = time.time(), time.perf_counter()
         plane = self._connected
         # One pull at a time, which the service sees to: they unpack into the same memory.
-        async with self._service.pulling(), plane.reading(version) as (manifest, blobs):
+        async with self._service.pulling(), AsyncExitStack() as held:
+            manifest, blobs = await held.enter_async_context(plane.reading(version))
             weights = await asyncio.to_thread(self._unpacker.unpack, manifest, blobs)
+            manifests = [manifest]
+            if manifest.base not in ("", self._base):
+                # It came after the whole version that this one builds on, which stays readable for the likes of it.
+                below, blobs = await held.enter_async_context(plane.reading(PolicyVersion.parse(manifest.base)))
+                weights = await asyncio.to_thread(Unpacker(shared=False).unpack, below, blobs) | weights
+                manifests.append(below)
             fetch_s = time.perf_counter() - begun
-            swap = await self._service.swap(weights, version, self._fingerprint_check(manifest))
-        self._served = version
-        fetched = 0 if plane.store.transport.is_shared else manifest.num_bytes
+            swap = await self._service.swap(weights, version, self._fingerprint_check(manifests))
+        self._served, self._base = version, manifest.base or str(version)
+        num_bytes = sum(each.num_bytes for each in manifests)
+        fetched = 0 if plane.store.transport.is_shared else num_bytes
+        split = sum(shard.num_bytes for each in manifests for shard in each.shards if not shard.is_whole)
         return Pull(
             version=version,
             fetch_s=fetch_s,
             pause_s=swap.pause_s,
-            num_bytes=manifest.num_bytes,
-            held_bytes=fetched + sum(shard.num_bytes for shard in manifest.shards if not shard.is_whole),
+            num_bytes=num_bytes,
+            held_bytes=fetched + split,
             started_s=started_s,
             swap=swap,
             transport=plane.store.transport.name,
         )
 
-    def _fingerprint_check(self, manifest: Manifest) -> Callable[[Engine], None] | None:
+    def _fingerprint_check(self, manifests: Sequence[Manifest]) -> Callable[[Engine], None] | None:
+        """A comparison of what is served with manifests, each of which overrules those after it."""
         if self._weights.verify == "none":
             return None
-        names = sample(manifest) if self._weights.verify == "sampled" else None
-        return lambda engine: check_fingerprint(manifest, engine.read, self._name, names)
+        wanted, told = list[tuple[Manifest, list[str]]](), set[str]()
+        for each in manifests:
+            names = sample(each) if self._weights.verify == "sampled" else each.names()
+            wanted.append((each, [name for name in names if name not in told]))
+            told |= set(each.names())
+
+        def check(engine: Engine) -> None:
+            for manifest, names in wanted:
+                check_fingerprint(manifest, engine.read, self._name, names)
+
+        return check
 
     def _build_engine(self) -> Engine:
         from forge_async.backends.vllm_engine import VllmEngine
 
-        engine = VllmEngine(self._model_folder, self._policy, self._start_version, self._seed)
+        engine = VllmEngine(self._model_folder, self._policy, self._start_version, self._seed, lora=self._lora)
         self._built = {"import_s": engine.import_s, "build_s": engine.build_s}
         # What start-up left behind stays for good: without this the collector walks it every few engine steps.
         gc.collect()

@@ -119,7 +119,9 @@ class Manifest:
     digests: bytes = b""
     """Of all shards, in the layout's order; empty when the learner made none."""
     kind: str = "full"
-    """full; later also delta and adapter."""
+    """full: every parameter is in it. adapter: only low-rank adapters are, for the parameters of `base`."""
+    base: str = ""
+    """Version that holds what this one leaves out; "" when it is full."""
     schema: int = SCHEMA
 
     @property
@@ -139,8 +141,9 @@ class Manifest:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all that a reader must end up with: layout and digests."""
-        return hashlib.blake2b(repr(self.layout.ids).encode() + self.digests, digest_size=16).hexdigest()
+        """Hash of all that a reader must end up with: layout and digests, and what they build on."""
+        head = repr((self.layout.ids, self.base) if self.base else self.layout.ids)
+        return hashlib.blake2b(head.encode() + self.digests, digest_size=16).hexdigest()
 
     def names(self) -> tuple[str, ...]:
         """Parameter names, sorted."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from forge_async.core.errors import WeightsError
 from forge_async.core.versions import PolicyVersion
+from forge_async.weights.bases import Bases
 from forge_async.weights.manifest import SCHEMA, Layout, Manifest, Part, build_layout
 from forge_async.weights.packing import check_blob, digests
 from forge_async.weights.ports import WeightStore
@@ -37,6 +38,7 @@ class _Record:
     digests: bytes
     kind: str
     schema: int
+    base: str = ""
 
 
 _Held = tuple[Manifest, dict[int, Any]]
@@ -56,6 +58,7 @@ class WeightPlane:
         self._ranks: tuple[int, ...] | None = None
         """Which ranks held a blob of the version read last: the next one's are probably the same."""
         self._layouts: dict[tuple[str, ...], Layout] = {}
+        self._bases = Bases()
 
     async def stage(self, version: PolicyVersion, part: Part, blob: Any) -> None:
         """Put one rank's shards. Invisible to readers until the manifest is committed."""
@@ -67,18 +70,31 @@ class WeightPlane:
         self._put_parts.add(part.id)
         self._staged[part.rank] = (version, staged)
 
-    async def commit(self, version: PolicyVersion, num_ranks: int = 1) -> Manifest:
+    async def commit(self, version: PolicyVersion, num_ranks: int = 1, base: str = "") -> Manifest:
         """Make a version readable. Call once, after every rank has staged.
 
-        Raises WeightsError when a rank has not, or when what they staged does not form whole parameters.
+        Args:
+            version: what was staged.
+            num_ranks: so many ranks have staged it.
+            base: the version whose other parameters it leaves as they are; "": it has all of them.
+
+        Raises WeightsError when a rank has not staged, when what they staged does not form whole parameters, or when
+        the base is not readable.
         """
+        if base and not await self._is_readable(PolicyVersion.parse(base)):
+            raise WeightsError(f"{version} builds on {base}, which is not in the store; publish a whole version.")
         parts = await self._staged_parts(version, num_ranks)
         layout = await self._layout(version, tuple(part.part_id for part in parts))
         hashed = b"".join(part.digests for part in parts)
-        manifest = Manifest(version=version, layout=layout, digests=hashed)
-        record = _Record(part_ids=layout.ids, digests=hashed, kind=manifest.kind, schema=manifest.schema)
+        kind = "adapter" if base else "full"
+        manifest = Manifest(version=version, layout=layout, digests=hashed, kind=kind, base=base)
+        record = _Record(part_ids=layout.ids, digests=hashed, kind=kind, schema=manifest.schema, base=base)
         await self.store.put({f"{version}{MANIFEST}": record})
+        self._bases.published(version, PolicyVersion.parse(base) if base else None)
         return manifest
+
+    async def _is_readable(self, version: PolicyVersion) -> bool:
+        return self._bases.knows(version) or version in await self.versions()
 
     async def _staged_parts(self, version: PolicyVersion, num_ranks: int) -> list[_StagedPart]:
         """What each rank staged, in order of rank."""
@@ -106,7 +122,7 @@ class WeightPlane:
         if record.schema != SCHEMA:
             raise WeightsError(f"{version} was published by another release (schema {record.schema}, not {SCHEMA}).")
         layout = await self._layout(version, record.part_ids)
-        return Manifest(version=version, layout=layout, digests=record.digests, kind=record.kind)
+        return Manifest(version=version, layout=layout, digests=record.digests, kind=record.kind, base=record.base)
 
     @asynccontextmanager
     async def reading(self, version: PolicyVersion) -> AsyncIterator[_Held]:
@@ -144,8 +160,12 @@ class WeightPlane:
         return manifest, dict(zip(manifest.ranks, blobs, strict=True))
 
     async def retire(self, version: PolicyVersion) -> None:
-        """Delete a version, and whatever older one was staged and never committed. Unknown versions are ignored."""
-        await self.store.delete(f"{version}/")
+        """Delete a version, and whatever older one was staged and never committed. Unknown versions are ignored.
+
+        One that others build on goes with the last of them.
+        """
+        for each in self._bases.retire(version):
+            await self.store.delete(f"{each}/")
         for old in unfinished(await self.store.keys(), before=version):
             await self.store.delete(f"{old}/")
 
