@@ -7,7 +7,6 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,9 +22,9 @@ from forge_async.policy.concurrency import concurrency_limit
 from forge_async.policy.ports import Engine, GenerationRequest, GenerationResult
 from forge_async.policy.service import RequestService, Ticket
 from forge_async.policy.settings import PolicySettings
-from forge_async.weights.fingerprint import check_fingerprint, sample
 from forge_async.weights.manifest import Manifest
 from forge_async.weights.packing import Unpacker
+from forge_async.weights.reading import check_served, reading_weights
 from forge_async.weights.settings import WeightsSettings
 
 if TYPE_CHECKING:
@@ -206,18 +205,11 @@ class PolicyActor(ForgeActor):
         started_s, begun = time.time(), time.perf_counter()
         plane = self._connected
         # One pull at a time, which the service sees to: they unpack into the same memory.
-        async with self._service.pulling(), AsyncExitStack() as held:
-            manifest, blobs = await held.enter_async_context(plane.reading(version))
-            weights = await asyncio.to_thread(self._unpacker.unpack, manifest, blobs)
-            manifests = [manifest]
-            if manifest.base not in ("", self._base):
-                # It came after the whole version that this one builds on, which stays readable for the likes of it.
-                below, blobs = await held.enter_async_context(plane.reading(PolicyVersion.parse(manifest.base)))
-                weights = await asyncio.to_thread(Unpacker(shared=False).unpack, below, blobs) | weights
-                manifests.append(below)
+        reading = reading_weights(plane, self._unpacker, version, self._base)
+        async with self._service.pulling(), reading as (weights, manifests):
             fetch_s = time.perf_counter() - begun
             swap = await self._service.swap(weights, version, self._fingerprint_check(manifests))
-        self._served, self._base = version, manifest.base or str(version)
+        self._served, self._base = version, manifests[0].base or str(version)
         num_bytes = sum(each.num_bytes for each in manifests)
         fetched = 0 if plane.store.transport.is_shared else num_bytes
         split = sum(shard.num_bytes for each in manifests for shard in each.shards if not shard.is_whole)
@@ -233,20 +225,8 @@ class PolicyActor(ForgeActor):
         )
 
     def _fingerprint_check(self, manifests: Sequence[Manifest]) -> Callable[[Engine], None] | None:
-        """A comparison of what is served with manifests, each of which overrules those after it."""
-        if self._weights.verify == "none":
-            return None
-        wanted, told = list[tuple[Manifest, list[str]]](), set[str]()
-        for each in manifests:
-            names = sample(each) if self._weights.verify == "sampled" else each.names()
-            wanted.append((each, [name for name in names if name not in told]))
-            told |= set(each.names())
-
-        def check(engine: Engine) -> None:
-            for manifest, names in wanted:
-                check_fingerprint(manifest, engine.read, self._name, names)
-
-        return check
+        verify = self._weights.verify
+        return None if verify == "none" else lambda engine: check_served(manifests, engine.read, self._name, verify)
 
     def _build_engine(self) -> Engine:
         from forge_async.backends.vllm_engine import VllmEngine
