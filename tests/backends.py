@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 
-def vllm_engine(folder: str) -> Any:
+def vllm_engine(folder: str, lora: dict[str, Any] | None = None) -> Any:
     """A vLLM engine for tiny models."""
     from forge_async.backends.vllm_engine import VllmEngine
     from forge_async.core.versions import PolicyVersion
+    from forge_async.learner.settings import LoraSettings
     from forge_async.policy.settings import PolicySettings
 
     settings = PolicySettings(max_model_tokens=128, max_sequences=64, max_batch_tokens=1024, kv_cache_bytes=4 << 20)
-    return VllmEngine(folder, settings, PolicyVersion())
+    return VllmEngine(folder, settings, PolicyVersion(), lora=LoraSettings(**lora) if lora else None)
 
 
 def titan_learner(
@@ -32,6 +33,8 @@ def titan_learner(
     correction: str = "token_is",
     updates_per_batch: int = 1,
     decay: str = "linear",
+    lora: dict[str, Any] | None = None,
+    merge_adapters: bool = False,
 ) -> Any:
     """A rank of a torchtitan learner; one made before in this process is closed."""
     os.environ.update(
@@ -40,7 +43,7 @@ def titan_learner(
     )  # fmt: skip
     from forge_async.backends.titan_learner import TitanLearner
     from forge_async.learner.loss import objective_loss
-    from forge_async.learner.settings import LearnerSettings, ObjectiveSettings, OptimizerSettings
+    from forge_async.learner.settings import LearnerSettings, LoraSettings, ObjectiveSettings, OptimizerSettings
 
     if _learners:
         _learners.pop().close()
@@ -58,9 +61,26 @@ def titan_learner(
         seed=0,
         temperature=temperature,
         publish_dtype=publish_dtype,
+        lora=LoraSettings(**lora) if lora else None,
+        merge_adapters=merge_adapters,
     )
     _learners.append(learner)
     return learner
+
+
+class Insides:
+    """What the last learner of this process trains, for tests that look inside."""
+
+    def trained(self) -> dict[str, list[str]]:
+        """Names of parameters: in the state dict, with a gradient wanted, with a state of the optimiser."""
+        learner = _learners[-1]
+        wanted = {id(each): name for name, each in learner._model.named_parameters() if each.requires_grad}
+        states = [each for optimizer in learner._optimizer for each in optimizer.state]
+        return {
+            "state_dict": sorted(learner._model.state_dict()),
+            "gradient": sorted(wanted.values()),
+            "optimizer": sorted(wanted.get(id(each), "frozen") for each in states),
+        }
 
 
 _learners: list[Any] = []

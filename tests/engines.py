@@ -6,9 +6,10 @@ import itertools
 
 import numpy as np
 
+from forge_async.core.versions import PolicyVersion
 from forge_async.policy.ports import GenerationRequest, Sampling
 from tests.fakes import TABLE, FakeEngine, bigram_table, log_softmax
-from tests.models import Reference, mixed_logprobs, read_weights
+from tests.models import Reference, merge_by_hand, mixed_logprobs, read_weights
 
 PROMPT = (1, 9, 33, 21, 60, 42, 13)
 LONG_PROMPT = (1, *((3 * i) % 90 + 4 for i in range(99)))
@@ -57,6 +58,19 @@ class VllmSubject:
 
     def mixed(self, tokens, reads):
         return mixed_logprobs([(self._references[which], count) for which, count in reads], tokens)
+
+
+class VllmAdapterSubject(VllmSubject):
+    """vLLM with two adapters for one model, which is loaded with the first of them; then they travel alone."""
+
+    def __init__(self, child, base, adapters, targets):
+        from forge_async.weights.adapters import read_peft
+
+        self.engine = child.build("tests.backends:vllm_engine", str(base), {"rank": 4, "targets": list(targets)})
+        self.base, self.weights = read_weights(base), [read_peft(folder) for folder in adapters]
+        merged = [merge_by_hand(folder, folder.with_name(f"{folder.name}-merged")) for folder in adapters]
+        self._references = [Reference(folder) for folder in merged]
+        self.engine.load(self.base | self.weights[0], PolicyVersion(step=next(VERSIONS)))
 
 
 def request(

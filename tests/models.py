@@ -64,6 +64,43 @@ def read_weights(folder: Path) -> dict[str, Any]:
     return load_file(folder / "model.safetensors")
 
 
+def random_adapter(folder: Path, base: Path, seed: int, *, targets: Sequence[str]) -> Path:
+    """Write an adapter of rank 4 with large random matrices for the model in `base`, in PEFT's format."""
+    import torch
+    from safetensors.torch import save_file
+
+    draws, tensors = torch.Generator().manual_seed(seed), {}
+    for name, weight in read_weights(base).items():
+        layer = name.removesuffix(".weight")
+        if layer.rpartition(".")[2] in targets:
+            for half, shape in {"A": (4, weight.shape[1]), "B": (weight.shape[0], 4)}.items():
+                tensors[f"base_model.model.{layer}.lora_{half}.weight"] = torch.randn(shape, generator=draws) * 0.2
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {"r": 4, "lora_alpha": 6.0, "base_model_name_or_path": str(base), "target_modules": list(targets)}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def merge_by_hand(folder: Path, to: Path) -> Path:
+    """Write the model of a PEFT folder with its adapter added in, from nothing but what the files say."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    base, adapter = Path(settings["base_model_name_or_path"]), load_file(folder / "adapter_model.safetensors")
+    weights = read_weights(base)
+    for name in [name for name in adapter if name.endswith(".lora_A.weight")]:
+        layer = name.removesuffix(".lora_A.weight")
+        product = adapter[f"{layer}.lora_B.weight"].double() @ adapter[name].double()
+        below = f"{layer.removeprefix('base_model.model.')}.weight"
+        weights[below] = (weights[below].double() + settings["lora_alpha"] / settings["r"] * product).float()
+    shutil.copytree(base, to)
+    save_file(weights, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
 class Reference:
     """transformers in float32 on one core."""
 

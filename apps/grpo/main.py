@@ -67,7 +67,9 @@ class Grpo:
         replay = actors.ReplayActor.options(hosts=hosts.controller)
         started = await asyncio.gather(
             learner.as_actor(plan, store),
-            policy.as_service("policy", model, config.policy, config.weights, store=store),
+            policy.as_service(
+                "policy", model, config.policy, config.weights, store=store, lora=config.travelling_lora()
+            ),
             Reward.options(hosts=hosts.controller).as_service(),
             replay.as_actor(dials, groups_per_step=root.groups_per_step, num_steps=root.steps, prompts=prompts),
         )

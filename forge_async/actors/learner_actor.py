@@ -21,10 +21,16 @@ from forge_async.core.versions import PolicyVersion
 from forge_async.learner.batch import split_samples
 from forge_async.learner.layout import Layout
 from forge_async.learner.ports import StepResult
-from forge_async.learner.settings import CorrectionSettings, LearnerSettings, ObjectiveSettings, OptimizerSettings
+from forge_async.learner.settings import (
+    CorrectionSettings,
+    LearnerSettings,
+    LoraSettings,
+    ObjectiveSettings,
+    OptimizerSettings,
+)
 from forge_async.observe.process_stats import own_stats
 from forge_async.pipeline.ports import LearnerStep, Spans
-from forge_async.weights.manifest import Part
+from forge_async.weights.manifest import Manifest, Part
 from forge_async.weights.retention import Committed
 
 if TYPE_CHECKING:
@@ -59,6 +65,10 @@ class LearnerPlan:
     """What the learner begins with."""
     state_folder: str = ""
     """Checkpoint that `version` is read from; empty: it is the model folder's."""
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    """Of rank 0: the model itself is trained."""
+    merge_adapters: bool = False
+    """As `weights.merge_adapters`."""
 
     @classmethod
     def of(cls, config: Config, model_folder: str) -> LearnerPlan:
@@ -79,6 +89,8 @@ class LearnerPlan:
             seed=config.root.seed,
             temperature=config.sampling.temperature,
             publish_dtype=config.policy.dtype,
+            lora=config.lora,
+            merge_adapters=config.weights.merge_adapters,
         )
 
 
@@ -93,6 +105,8 @@ class LearnerActor(ForgeActor):
         self._plane: WeightPlane | None = None
         self._replay: ActorHandle | None = None
         self._snapshots: dict[PolicyVersion, tuple[Part, Any]] = {}
+        self._builds_on: dict[PolicyVersion, str] = {}
+        """The base of each snapshot that was taken and is not committed; "" of a whole one."""
         self._spare: Any = None
         """Memory for the next snapshot, the store's or an older one's, asked for while the step runs."""
 
@@ -172,11 +186,11 @@ class LearnerActor(ForgeActor):
         if self._store is None:
             raise LearnerError("The learner has no store to publish to: start it as LearnerActor(plan, store).")
         await self._stage(version)
-        rank, ranks = self._rank.rank, self._plan.learner.ranks
-        await self._store.meet.call_one(str(version), rank, ranks)
+        rank = self._rank.rank
+        await self._store.meet.call_one(str(version), rank, self._plan.learner.ranks)
         if rank != 0:
             return
-        await self._weights.commit(version, ranks)
+        await self._commit(version)
         await self._weights.retire_all_but(keep_versions)
 
     @concurrent_endpoint
@@ -187,7 +201,7 @@ class LearnerActor(ForgeActor):
     @concurrent_endpoint
     async def commit(self, version: PolicyVersion) -> Committed:
         """Make a version readable, after every rank has staged it. Called on one rank."""
-        manifest = await self._weights.commit(version, self._plan.learner.ranks)
+        manifest = await self._commit(version)
         return Committed(
             num_bytes=manifest.stored_bytes,
             needs=manifest.needs,
@@ -233,9 +247,12 @@ class LearnerActor(ForgeActor):
         return self._plane
 
     def _join(self, store_handle: bytes) -> None:
-        from forge_async.backends.weight_stores import open_writing_plane
+        from forge_async.backends.weight_stores import open_plane, open_writing_plane
 
-        self._plane = open_writing_plane(store_handle)
+        # Versions of adapters are small as they are.
+        open_store = open_plane if self._plan.lora.rank and not self._plan.merge_adapters else open_writing_plane
+        self._plane = open_store(store_handle)
+        self._rank.forget_base()  # this store has none of it
 
     async def _reserve(self, wanted: bool) -> None:
         """Ask for memory of the size of the last snapshot, unless some is at hand.
@@ -252,12 +269,19 @@ class LearnerActor(ForgeActor):
 
     async def _snapshot(self) -> None:
         blob, self._spare = self._spare, None
+        base = self._rank.base
         self._snapshots[self._rank.version] = await self._run(lambda: self._rank.snapshot(blob))
+        self._builds_on[self._rank.version] = base
 
     async def _stage(self, version: PolicyVersion) -> None:
         if version not in self._snapshots:
             raise LearnerError(f"The learner has no snapshot of {version}: call snapshot after the step that makes it.")
         await self._weights.stage(version, *self._snapshots.pop(version))
+
+    async def _commit(self, version: PolicyVersion) -> Manifest:
+        base = self._builds_on.get(version, "")
+        self._builds_on = {each: on for each, on in self._builds_on.items() if each > version}
+        return await self._weights.commit(version, self._plan.learner.ranks, base)
 
     def _build(self) -> None:
         from forge_async.backends.titan_learner import TitanLearner
@@ -278,6 +302,8 @@ class LearnerActor(ForgeActor):
             temperature=plan.temperature,
             publish_dtype=plan.publish_dtype,
             version=plan.version,
+            lora=plan.lora,
+            merge_adapters=plan.merge_adapters,
         )
         if plan.state_folder:
             self._learner.restore(Path(plan.state_folder), plan.version)

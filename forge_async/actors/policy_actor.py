@@ -15,15 +15,16 @@ from forge_async.actors.forge_actor import ActorHandle, ForgeActor, concurrent_e
 from forge_async.core.clock import within
 from forge_async.core.errors import PolicyError
 from forge_async.core.versions import PolicyVersion
+from forge_async.learner.settings import LoraSettings
 from forge_async.observe.process_stats import own_stats
 from forge_async.pipeline.ports import Pull, ReplicaStats
 from forge_async.policy.concurrency import concurrency_limit
 from forge_async.policy.ports import Engine, GenerationRequest, GenerationResult
 from forge_async.policy.service import RequestService, Ticket
 from forge_async.policy.settings import PolicySettings
-from forge_async.weights.fingerprint import check_fingerprint, sample
 from forge_async.weights.manifest import Manifest
 from forge_async.weights.packing import Unpacker
+from forge_async.weights.reading import check_served, reading_weights
 from forge_async.weights.settings import WeightsSettings
 
 if TYPE_CHECKING:
@@ -43,16 +44,20 @@ class PolicyActor(ForgeActor):
         seed: int = 0,
         store: ActorHandle | None = None,
         swap: str = "keep_kv",
+        lora: LoraSettings | None = None,
     ) -> None:
         """With a store, it begins with the newest version that is readable there; without, `connect` and `pull`.
 
         Args:
             swap: what happens to requests in flight when weights arrive, a name of `policy.swap.MODES`.
+            lora: the adapters that versions hold, if they hold adapters.
         """
         self._name, self._model_folder = name, model_folder
         self._policy, self._weights = policy or PolicySettings(), weights or WeightsSettings()
         self._start_version, self._seed = start_version or PolicyVersion(), seed
-        self._store = store
+        self._store, self._lora = store, lora
+        self._base = ""
+        """The version whose parameters lie below the adapters that are served; "" while there is none."""
         self._served: PolicyVersion | None = None
         """What was pulled last; None while the engine's weights mean nothing."""
         self._catching_up = asyncio.Lock()
@@ -200,34 +205,32 @@ class PolicyActor(ForgeActor):
         started_s, begun = time.time(), time.perf_counter()
         plane = self._connected
         # One pull at a time, which the service sees to: they unpack into the same memory.
-        async with self._service.pulling(), plane.reading(version) as (manifest, blobs):
-            weights = await asyncio.to_thread(self._unpacker.unpack, manifest, blobs)
+        reading = reading_weights(plane, self._unpacker, version, self._base)
+        async with self._service.pulling(), reading as (weights, manifests, read):
             fetch_s = time.perf_counter() - begun
-            swap = await self._service.swap(weights, version, self._fingerprint_check(manifest))
-        self._served = version
-        read = plane.last_read
+            swap = await self._service.swap(weights, version, self._fingerprint_check(manifests))
+        self._served, self._base = version, manifests[0].base or str(version)
+        split = sum(shard.num_bytes for each in manifests for shard in each.shards if not shard.is_whole)
         return Pull(
             version=version,
             fetch_s=fetch_s,
             pause_s=swap.pause_s,
             num_bytes=read.num_bytes,
-            held_bytes=read.own_bytes + sum(shard.num_bytes for shard in manifest.shards if not shard.is_whole),
+            held_bytes=read.own_bytes + split,
             started_s=started_s,
             swap=swap,
             transport=plane.store.transport.name,
             damage=read.damage,
         )
 
-    def _fingerprint_check(self, manifest: Manifest) -> Callable[[Engine], None] | None:
-        if self._weights.verify == "none":
-            return None
-        names = sample(manifest) if self._weights.verify == "sampled" else None
-        return lambda engine: check_fingerprint(manifest, engine.read, self._name, names)
+    def _fingerprint_check(self, manifests: Sequence[Manifest]) -> Callable[[Engine], None] | None:
+        verify = self._weights.verify
+        return None if verify == "none" else lambda engine: check_served(manifests, engine.read, self._name, verify)
 
     def _build_engine(self) -> Engine:
         from forge_async.backends.vllm_engine import VllmEngine
 
-        engine = VllmEngine(self._model_folder, self._policy, self._start_version, self._seed)
+        engine = VllmEngine(self._model_folder, self._policy, self._start_version, self._seed, lora=self._lora)
         self._built = {"import_s": engine.import_s, "build_s": engine.build_s}
         # What start-up left behind stays for good: without this the collector walks it every few engine steps.
         gc.collect()

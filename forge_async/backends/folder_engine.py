@@ -13,6 +13,7 @@ from forge_async.core.errors import ConfigError
 from forge_async.core.packages import require
 from forge_async.core.versions import PolicyVersion
 from forge_async.policy.settings import PolicySettings
+from forge_async.weights.adapters import base_folder, is_peft_folder, merge_all, read_peft
 
 
 def build(folder: Path, settings: PolicySettings, version: PolicyVersion) -> Any:
@@ -38,9 +39,15 @@ def _quieten() -> None:
 
 
 def weights_of(folder: Path) -> Iterable[tuple[str, Any]]:
-    """(Hugging Face name, tensor) of all its safetensors files. Raises ConfigError for none, or a damaged one."""
+    """(Hugging Face name, tensor) of all its safetensors files. Raises ConfigError for none, or a damaged one.
+
+    Of a folder with an adapter: the weights of its model with the adapter added in.
+    """
     from safetensors.torch import load_file
 
+    if is_peft_folder(folder):
+        yield from merge_all(dict(weights_of(base_folder(folder))), read_peft(folder)).items()
+        return
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"{folder} has no .safetensors file; convert the model to safetensors first.")

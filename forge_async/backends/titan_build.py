@@ -20,21 +20,33 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.tools import utils as titan_utils
 
+from forge_async.backends import titan_lora
 from forge_async.core.errors import ConfigError
-from forge_async.learner.settings import LearnerSettings
+from forge_async.learner.settings import LearnerSettings, LoraSettings
+from forge_async.weights.adapters import base_folder, is_peft_folder, merge_all, read_peft
 
 
 def load_model(
-    folder: Path, settings: LearnerSettings, parallelism: ParallelismConfig, dims: ParallelDims, device: torch.device
+    folder: Path,
+    settings: LearnerSettings,
+    parallelism: ParallelismConfig,
+    dims: ParallelDims,
+    device: torch.device,
+    *,
+    lora: LoraSettings | None = None,
+    seed: int = 0,
 ) -> tuple[Any, Any]:
     """The sharded model of a Hugging Face folder, and the adapter of its names.
+
+    With `lora` its weights are frozen and have adapters on them, which `seed` draws and which change nothing yet.
 
     Raises ConfigError for a folder that lacks weights or whose architecture is not supported.
     """
     spec = model_spec(folder)
-    model = _build(spec, settings, parallelism, dims, device)
+    model = _build(spec, settings, parallelism, dims, device, lora)
     adapter = spec.state_dict_adapter(spec.model, None)  # pyright: ignore[reportOptionalCall]
     _load_weights(model, adapter, folder, device)
+    titan_lora.initialise(model, seed)
     return model, adapter
 
 
@@ -57,12 +69,17 @@ def _vocabulary(folder: Path) -> dict[str, int]:
 
 
 def _build(
-    spec: Any, settings: LearnerSettings, parallelism: ParallelismConfig, dims: ParallelDims, device: torch.device
+    spec: Any,
+    settings: LearnerSettings,
+    parallelism: ParallelismConfig,
+    dims: ParallelDims,
+    device: torch.device,
+    lora: LoraSettings | None,
 ) -> torch.nn.Module:
     training = TrainingConfig(mixed_precision_param=settings.dtype)  # pyright: ignore[reportArgumentType]
     spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=training))
     with torch.device("meta"), titan_utils.set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
-        model = spec.model.build()
+        model = titan_lora.build_with_adapters(spec.model, lora) if lora else spec.model.build()
     recompute = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
     model = spec.parallelize_fn(
         model,
@@ -83,7 +100,7 @@ def _build(
 
 def _load_weights(model: torch.nn.Module, adapter: Any, folder: Path, device: torch.device) -> None:
     loaded = adapter.from_hf(_read_safetensors(folder))
-    own = model.state_dict()
+    own = {name: each for name, each in model.state_dict().items() if not titan_lora.is_titan_adapter(name)}
     missing = sorted(set(own) - set(loaded))
     if missing:
         raise ConfigError(f"model.path={folder} lacks weights for {missing[0]} and {len(missing) - 1} more.")
@@ -111,6 +128,8 @@ def box(parameter: DTensor) -> tuple[slice, ...]:
 
 
 def _read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
+    if is_peft_folder(folder):
+        return merge_all(_read_safetensors(base_folder(folder)), read_peft(folder))
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"model.path={folder} has no .safetensors file; convert the model to safetensors first.")

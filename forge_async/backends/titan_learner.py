@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,7 +20,6 @@ from forge_async.backends import titan_cpu
 # isort: split
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
@@ -30,7 +28,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan_distributed
 from torchtitan.tools import utils as titan_utils
 
-from forge_async.backends import titan_state
+from forge_async.backends import titan_lora, titan_state
+from forge_async.backends.model_writer import write_model
 from forge_async.backends.titan_build import check_same_tokens, load_model
 from forge_async.backends.titan_forward import forward
 from forge_async.backends.titan_values import ValueHead
@@ -43,16 +42,12 @@ from forge_async.learner.inputs import LossInputs
 from forge_async.learner.loss import Loss, LossTerms
 from forge_async.learner.ports import StepResult
 from forge_async.learner.rows import COLUMNS, Rows, build_micro_batches, sequence_rows
-from forge_async.learner.settings import LearnerSettings, OptimizerSettings
+from forge_async.learner.settings import LearnerSettings, LoraSettings, OptimizerSettings
 from forge_async.learner.token_scores import Wanted
 from forge_async.learner.totals import NOBODY, Figures, StepTotals, first_bad_sample, merge_updates, not_finite
+from forge_async.weights.adapters import LORA_B, is_adapter, merged
 from forge_async.weights.manifest import Part
 from forge_async.weights.packing import LocalShard, Packer
-
-TOKENIZER_FILES = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json",
-)  # fmt: skip
 
 Known: TypeAlias = dict[str, torch.Tensor]
 """Fields of LossInputs for a micro-batch, [B, L] each."""
@@ -73,6 +68,8 @@ class TitanLearner:
         temperature: float = 1.0,
         publish_dtype: str = "float32",
         version: PolicyVersion | None = None,
+        lora: LoraSettings | None = None,
+        merge_adapters: bool = False,
     ) -> None:
         """Build the model on this rank's device and load the folder's weights.
 
@@ -85,6 +82,8 @@ class TitanLearner:
             temperature: the sampler's; logits are divided by it before log-probabilities are taken.
             publish_dtype: dtype of snapshots, the policy engine's.
             version: of the loaded weights; step 0 when None.
+            lora: adapters that are trained in place of the model; None, or of rank 0: the model.
+            merge_adapters: whether snapshots and checkpoints are of the whole model with its adapters added in.
         """
         self.version = version or PolicyVersion()
         self._folder, self._loss, self._settings, self._optimizer_settings = model_folder, loss, learner, optimizer
@@ -95,13 +94,19 @@ class TitanLearner:
         self._device = titan_utils.get_local_device()
         titan_utils.device_module.set_device(self._device)
         self._dims, self._in_context = self._set_up_distributed(seed)
-        self._model, self._adapter = load_model(model_folder, learner, self._parallelism, self._dims, self._device)
+        self._lora, self._merges = lora if lora and lora.rank else None, merge_adapters
+        self._scale = self._lora.scale if self._lora else 1.0
+        self._model, self._adapter = load_model(
+            model_folder, learner, self._parallelism, self._dims, self._device, lora=self._lora, seed=seed
+        )
         self._optimizer = default_adamw(
             lr=optimizer.lr, betas=(optimizer.beta1, optimizer.beta2), weight_decay=optimizer.weight_decay
         ).build(model_parts=[self._model])
         self._schedule = _schedule_config(optimizer).build(optimizers=self._optimizer, training_steps=total_steps)
         self._named: list[tuple[str, Any]] | None = None
-        self._packer = Packer(self.rank)
+        self._packer, self._adapter_packer = Packer(self.rank), Packer(self.rank)
+        self.base = ""
+        """The version whose snapshot holds what is frozen, so that later ones hold adapters only; "" before it."""
         self._frozen = self._load_frozen()
         self._values = self._value_head() if loss.needs_values else None
 
@@ -153,11 +158,19 @@ class TitanLearner:
         )
 
     def snapshot(self, blob: torch.Tensor | None = None) -> tuple[Part, torch.Tensor]:
-        return self._packer.pack(self._local_shards(), blob)
+        if self.base:
+            return self._adapter_packer.pack(self._local_shards(is_adapter), blob)
+        if self._lora and not self._merges:
+            self.base = str(self.version)
+        return self._packer.pack(self._local_shards(_all), blob)
+
+    def forget_base(self) -> None:
+        """Whoever has the last whole snapshot is gone: the next one is whole again."""
+        self.base = ""
 
     @property
     def snapshot_bytes(self) -> int:
-        return self._packer.blob_bytes
+        return (self._adapter_packer if self.base else self._packer).blob_bytes
 
     def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
         with torch.no_grad(), self._in_context():
@@ -166,21 +179,17 @@ class TitanLearner:
         return [row[: len(ids) - 1] for row, ids in zip(logprobs, token_ids, strict=True)]
 
     def save(self, folder: Path) -> None:
-        weights = {}
-        for name, tensor in self._full_weights():  # each is put together on all ranks; only one keeps it
+        alone, weights = self._lora is not None and not self._merges, {}
+        # Each is put together on all ranks; only one keeps it.
+        for name, tensor in self._full_weights(is_adapter if alone else _all):
             if self.rank == 0:
                 weights[name] = tensor.cpu().clone()
         if self.rank != 0:
             return
-        partial = folder.with_name(folder.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        for name in TOKENIZER_FILES:
-            if (self._folder / name).exists():
-                shutil.copy(self._folder / name, partial / name)
-        save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        if self._lora and alone:
+            write_model(folder, self._folder, *titan_lora.for_peft(weights, self._lora, self._folder))
+        else:
+            write_model(folder, self._folder, titan_lora.with_adapters(weights, self._scale), {})
 
     def save_state(self, folder: Path) -> None:
         titan_state.save(folder, self._state())
@@ -192,7 +201,7 @@ class TitanLearner:
 
     def digest(self) -> str:
         found = hashlib.sha256()
-        for name, tensor in self._full_weights():
+        for name, tensor in self._full_weights(_all):
             found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             found.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
         return found.hexdigest()
@@ -218,7 +227,9 @@ class TitanLearner:
 
     def _load_frozen(self) -> dict[str, Any]:
         """The models that are only read, by the name of what they give; each is sharded like the one that learns."""
-        wanted = {"reference_logprobs": self._folder} if self._loss.needs_reference else {}
+        self._is_own_reference = self._loss.needs_reference and self._lora is not None
+        own = not self._loss.needs_reference or self._is_own_reference
+        wanted = {} if own else {"reference_logprobs": self._folder}
         if self._loss.settings.teacher:
             wanted["teacher_logprobs"] = Path(self._loss.settings.teacher)
             check_same_tokens(self._folder, wanted["teacher_logprobs"])
@@ -276,9 +287,12 @@ class TitanLearner:
 
     def _inputs(self, columns: dict[str, torch.Tensor], num_segments: int, known: Known, update: int) -> LossInputs:
         entropy = "gradient" if self._loss.settings.entropy_weight else "figure" if self._loss.needs_entropy else "none"
-        found = forward(self._model, columns, replace(self._wanted, entropy=entropy))
         with torch.no_grad():
             frozen = {name: forward(model, columns, self._wanted).logprobs for name, model in self._frozen.items()}
+            if self._is_own_reference:
+                with titan_lora.without_adapters(self._model):
+                    frozen["reference_logprobs"] = forward(self._model, columns, self._wanted).logprobs
+        found = forward(self._model, columns, replace(self._wanted, entropy=entropy))
         ages = (self.version.step + update - columns["steps"]).clamp(min=0) * (columns["steps"] >= 0)
         given = {"advantages": columns["advantages"]} | frozen | known
         return LossInputs(
@@ -327,11 +341,17 @@ class TitanLearner:
     def _named_parameters(self) -> list[tuple[str, Any]]:
         """(Hugging Face name, parameter), sorted; the tensors are those that the optimiser changes in place."""
         if self._named is None:
-            self._named = sorted(self._adapter.to_hf(self._model.state_dict()).items())
+            state = self._model.state_dict()
+            self._named = sorted((self._adapter.to_hf(state) | dict(titan_lora.adapters(state, self._adapter))).items())
         return self._named
 
-    def _local_shards(self) -> Iterator[LocalShard]:
+    def _local_shards(self, wanted: Callable[[str], bool]) -> Iterator[LocalShard]:
+        """This rank's boxes of the parameters whose names are wanted, as they are published."""
+        whole = dict(self._full_weights(is_adapter)) if self._merges else {}
+        products = titan_lora.products(whole, self._scale)
         for name, parameter in self._named_parameters():
+            if not wanted(name) or (self._merges and is_adapter(name)):
+                continue
             tensor = parameter.detach()
             shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
             if isinstance(tensor, DTensor):
@@ -341,14 +361,20 @@ class TitanLearner:
                 tensor = tensor.to_local()
             elif self.rank != 0:
                 continue
+            if name in products:
+                (a, b), (rows, columns) = products[name], zip(offsets, tensor.shape, strict=True)
+                tensor = merged(tensor, a.narrow(1, *columns), b.narrow(0, *rows))
+            elif name.endswith(LORA_B):
+                tensor = tensor * self._scale
             yield LocalShard(
                 name=name, tensor=tensor.to(self._publish_dtype), global_shape=shape, offsets=tuple(offsets)
             )
 
-    def _full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _full_weights(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self._named_parameters():
-            tensor = parameter.detach()
-            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if wanted(name):
+                tensor = parameter.detach()
+                yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def _blamed_on_any_rank(self, blamed: tuple[int, int]) -> tuple[int, int]:
         """One rank's sample for all of them, so that every rank's error says the same."""
@@ -373,6 +399,10 @@ class TitanLearner:
             values = values.to(self._device)
             dist.all_reduce(values, group=mesh.get_group())
         return values.tolist()
+
+
+def _all(_name: str) -> bool:
+    return True
 
 
 def _schedule_config(optimizer: OptimizerSettings) -> LRSchedulersContainer.Config:

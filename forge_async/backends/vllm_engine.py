@@ -20,15 +20,18 @@ from typing import Any
 import numpy as np
 
 from forge_async.backends.hf_renderer import HfRenderer
+from forge_async.backends.vllm_adapter import AdapterSlot, adapters_of, engine_arguments
 from forge_async.backends.vllm_inside import Inside
 from forge_async.core import kept_sets
 from forge_async.core.errors import PolicyError, WeightsError
 from forge_async.core.packages import require
 from forge_async.core.records import Completions
 from forge_async.core.versions import PolicyVersion, VersionRuns
+from forge_async.learner.settings import LoraSettings
 from forge_async.policy.ports import GenerationRequest, GenerationResult, Occupancy
 from forge_async.policy.settings import PolicySettings
 from forge_async.policy.stop_strings import StopWatcher
+from forge_async.weights.adapters import is_adapter
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -49,7 +52,15 @@ TIED_TOKENS = 16
 class VllmEngine:
     """One vLLM engine. Built on, and used from, a single thread."""
 
-    def __init__(self, model_folder: str, settings: PolicySettings, version: PolicyVersion, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model_folder: str,
+        settings: PolicySettings,
+        version: PolicyVersion,
+        seed: int = 0,
+        *,
+        lora: LoraSettings | None = None,
+    ) -> None:
         """Build the engine with weights of no meaning; `load` brings the first real ones.
 
         Args:
@@ -57,6 +68,7 @@ class VllmEngine:
             settings: sizes and dtype.
             version: what is stamped until the first load.
             seed: of draws whose request names none.
+            lora: the adapters that `load` may be given; None: none.
         """
         begun = time.perf_counter()
         require("vllm", feature="the policy engine")
@@ -77,9 +89,11 @@ class VllmEngine:
             custom_ops._supports_onednn = False
         self._params_class, self._final_only = SamplingParams, RequestOutputKind.FINAL_ONLY
         self._refusals = (ValueError, VLLMError)
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**_arguments(model_folder, settings, seed, on_cpu)))
+        arguments = _arguments(model_folder, settings, seed, on_cpu) | engine_arguments(lora, on_cpu)
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.build_s = time.perf_counter() - begun - self.import_s
         self._inside = Inside(self._engine)
+        self._slot = AdapterSlot(self._inside.model_runner(), lora) if lora else None
         self._folder = model_folder
         self._renderer: HfRenderer | None = None
         """The tokenizer, once a stop string has asked for text."""
@@ -124,11 +138,15 @@ class VllmEngine:
 
     def load(self, weights: Mapping[str, Any], version: PolicyVersion, *, keep_kv: bool = True) -> int:
         self._refuse_misfits(weights, version)
-        items = list(weights.items())
+        whole, adapter = adapters_of(weights)
+        items = list(whole.items())
         try:
-            self._engine.collective_rpc(
-                lambda worker: len(worker.get_model().load_weights(iter(items)))  # pyright: ignore[reportCallIssue]
-            )
+            if items:
+                self._engine.collective_rpc(
+                    lambda worker: len(worker.get_model().load_weights(iter(items)))  # pyright: ignore[reportCallIssue]
+                )
+            if self._slot:
+                self._slot.write(adapter)
         except Exception as error:
             self._torn = f"the load of {version} broke off ({error})"
             raise
@@ -139,8 +157,14 @@ class VllmEngine:
         return num_dropped
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+        names = list(names)
+        if self._slot:
+            yield from self._slot.read(names)
+            names = [name for name in names if not is_adapter(name)]
+        if not names:
+            return
         model = self._model()
-        parameters = dict(model.named_parameters())
+        parameters = _parameters(model)
         for name in names:
             stored, start, rows = self._inverse_map(model).get(name, (name, 0, None))
             if stored in parameters:
@@ -173,13 +197,20 @@ class VllmEngine:
 
     def _enqueue(self, id: str, token_ids: np.ndarray, params: Any, *, salt: str) -> None:
         prompt: Any = {"prompt_token_ids": token_ids.tolist(), "cache_salt": salt}
-        self._engine.add_request(id, prompt, params)
+        self._engine.add_request(id, prompt, params, lora_request=self._slot.request if self._slot else None)
 
     def _refuse_misfits(self, weights: Mapping[str, Any], version: PolicyVersion) -> None:
         """Raise WeightsError for the first tensor that is not as the engine holds it."""
+        whole, adapter = adapters_of(weights)
+        if adapter and not self._slot:
+            raise WeightsError(f"{version} holds adapters, and the engine was built without; give it learner.lora.")
+        if self._slot:
+            self._slot.check(adapter, version, self.version)
+        if not whole:
+            return
         model = self._model()
-        parameters, inverse = dict(model.named_parameters()), self._inverse_map(model)
-        for name, tensor in weights.items():
+        parameters, inverse = _parameters(model), self._inverse_map(model)
+        for name, tensor in whole.items():
             stored, _, rows = inverse.get(name, (name, 0, None))
             if stored not in parameters:
                 continue
@@ -271,11 +302,17 @@ def _arguments(model_folder: str, settings: PolicySettings, seed: int, on_cpu: b
     }
 
 
+def _parameters(model: Any) -> dict[str, Any]:
+    """vLLM's parameters by name; a layer with an adapter around it keeps the name that it has without."""
+    return {name.replace(".base_layer.", "."): parameter for name, parameter in model.named_parameters()}
+
+
 def _fused_parts(model: Any) -> Iterator[tuple[str, tuple[str, int, int]]]:
     """Tell where each Hugging Face parameter lies that vLLM stores otherwise: fused linear layers (q, k, v in one; gate
     and up in one) and embeddings padded to a round vocabulary."""
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     for path, module in model.named_modules():
+        path = path.removesuffix(".base_layer")
         parent, _, leaf = path.rpartition(".")
         if hasattr(module, "org_vocab_size"):
             yield f"{path}.weight", (f"{path}.weight", 0, module.org_vocab_size)

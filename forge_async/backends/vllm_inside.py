@@ -74,6 +74,10 @@ class Inside:
             detokenizer, watcher = self._processor.request_states[inner].detokenizer, make()
             detokenizer.update = _watched(detokenizer.update, watcher)
 
+    def model_runner(self) -> Any:
+        """What runs the model, in this process."""
+        return self._engine.collective_rpc(lambda worker: worker.model_runner)[0]
+
     def occupancy(self) -> Occupancy:
         """How full the engine is."""
         num_running, num_waiting = self._scheduler.get_request_counts()

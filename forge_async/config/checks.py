@@ -14,7 +14,7 @@ from forge_async.config.not_built import NOT_BUILT
 from forge_async.config.presets import PRESETS
 from forge_async.config.schema import Config
 from forge_async.core.errors import ConfigError
-from forge_async.learner.settings import OBJECTIVES
+from forge_async.learner.settings import LORA_TARGETS, OBJECTIVES
 from forge_async.policy.concurrency import concurrency_limit
 from forge_async.replay.lanes import Lanes
 
@@ -135,6 +135,31 @@ def dials_agree(config: Config) -> str | None:
         Lanes.of(config.asynchrony, config.root.groups_per_step)
     except ConfigError as error:
         return str(error)
+    return None
+
+
+def adapters_have_places(config: Config) -> str | None:
+    """`learner.lora.targets` names layers, each once."""
+    targets = config.lora.targets
+    for name in targets:
+        if name not in LORA_TARGETS:
+            near = difflib.get_close_matches(name, LORA_TARGETS, n=1)
+            meant = f"did you mean {near[0]}?" if near else f"use some of {', '.join(LORA_TARGETS)}."
+            return f"learner.lora.targets={targets} has {name}, which is no layer that takes an adapter; {meant}"
+    if config.lora.rank and (not targets or len(set(targets)) < len(targets)):
+        return f"learner.lora.targets={targets} must name at least one layer, and each once; use [q_proj,v_proj] or so."
+    return None
+
+
+def adapters_can_travel(config: Config) -> str | None:
+    """Adapters are merged only where there are some, and served by themselves only by engines of one rank."""
+    if config.weights.merge_adapters and not config.lora.rank:
+        return "weights.merge_adapters=true has no adapters to merge; give learner.lora.rank=8 or so, or leave it out."
+    if config.travelling_lora() and config.policy.tensor_parallel > 1:
+        return (
+            f"learner.lora.rank={config.lora.rank} with policy.tensor_parallel={config.policy.tensor_parallel}: "
+            "engines of several ranks take no adapters yet; use weights.merge_adapters=true."
+        )
     return None
 
 
@@ -340,6 +365,8 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     divergence_teaches,
     values_get_rewards,
     overlong_fits,
+    adapters_have_places,
+    adapters_can_travel,
     parallel_divides,
     batch_divides,
     group_has_baseline,

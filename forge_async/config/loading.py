@@ -150,7 +150,10 @@ def _defaults() -> DictConfig:
         if name:
             section = OmegaConf.structured(cls)
             OmegaConf.set_readonly(section, None)
-            root[name] = section
+            parent, _, leaf = name.rpartition(".")
+            holder = root[parent] if parent else root
+            OmegaConf.set_struct(holder, False)
+            holder[leaf] = section
     return root
 
 

@@ -17,6 +17,7 @@ from forge_async.config.root import RootSettings
 from forge_async.learner.settings import (
     CorrectionSettings,
     LearnerSettings,
+    LoraSettings,
     ModelSettings,
     ObjectiveSettings,
     OptimizerSettings,
@@ -42,6 +43,7 @@ SECTIONS: dict[str, type] = {
     "async": AsyncSettings,
     "correction": CorrectionSettings,
     "learner": LearnerSettings,
+    "learner.lora": LoraSettings,
     "policy": PolicySettings,
     "weights": WeightsSettings,
     "rollout": RolloutSettings,
@@ -65,6 +67,7 @@ TITLES: dict[str, str] = {
     "async": "the dials of asynchrony",
     "correction": "the numbers of async.correction",
     "learner": "the learner's processes",
+    "learner.lora": "adapters in place of the whole model",
     "policy": "the engines that generate",
     "weights": "how weights travel",
     "rollout": "rollout and reward workers",
@@ -90,8 +93,8 @@ SYNONYMS: dict[str, str] = {
 
 
 def attribute(section: str) -> str:
-    """Name of the Config attribute that holds `section`: `async` is a keyword of Python, "" has no name."""
-    return {"": "root", "async": "asynchrony"}.get(section, section)
+    """Name of the Config attribute that holds `section`: `async` is a keyword, "" and what has a dot are no names."""
+    return {"": "root", "async": "asynchrony", "learner.lora": "lora"}.get(section, section)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +169,8 @@ class Config:
     """Keys under `correction`."""
     learner: LearnerSettings = field(default_factory=LearnerSettings)
     """Keys under `learner`."""
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    """Keys under `learner.lora`."""
     policy: PolicySettings = field(default_factory=PolicySettings)
     """Keys under `policy`."""
     weights: WeightsSettings = field(default_factory=WeightsSettings)
@@ -207,11 +212,17 @@ class Config:
         tokens = self.objective.constant_tokens or self.sampling.max_new_tokens
         return dataclasses.replace(self.objective, constant_tokens=tokens)
 
+    def travelling_lora(self) -> LoraSettings | None:
+        """The adapters that are published by themselves; None without adapters, or when they travel merged."""
+        return self.lora if self.lora.rank and not self.weights.merge_adapters else None
+
     def to_yaml(self) -> str:
         """Return YAML that names every key with its value; loading it again gives an equal Config."""
         tree: dict[str, Any] = {}
         for key in KEYS.values():
-            branch = tree.setdefault(key.section, {}) if key.section else tree
+            branch = tree
+            for part in filter(None, key.section.split(".")):
+                branch = branch.setdefault(part, {})
             branch[key.field] = _literal(self.value(key.name))
         return OmegaConf.to_yaml(OmegaConf.create(tree))
 

@@ -72,6 +72,27 @@ class LearnerSettings:
     compile: bool = setting(False, "compile the model; slower to start")
 
 
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The layers that an adapter may be laid on, as Hugging Face names them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """Keys under `learner.lora`: low-rank adapters (LoRA; Hu et al., 2021, arXiv 2106.09685) on a frozen model."""
+
+    rank: int = setting(0, "rank of the adapters that are trained in place of the model; 0: the model", low=0, high=512)
+    alpha: float = setting(16.0, "what an adapter adds is scaled by alpha / rank", low=0.0)
+    targets: list[str] = setting(
+        ["q_proj", "k_proj", "v_proj", "o_proj"],
+        "the layers with an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
+    )
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied by."""
+        return self.alpha / self.rank
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
     """Keys under `optimizer` (AdamW)."""

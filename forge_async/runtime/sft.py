@@ -79,6 +79,8 @@ def _plan(config: Config, model_folder: Path) -> LearnerPlan:
         seed=config.root.seed,
         temperature=1.0,
         publish_dtype="float32",
+        lora=config.lora,
+        merge_adapters=config.weights.merge_adapters,
     )
 
 

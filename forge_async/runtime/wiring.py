@@ -231,7 +231,14 @@ async def _start_policy(name: str, number: int, config: Config, folder: Path, pl
         mesh_name=name, hosts=placement.policy.one(number), with_gpus=config.job.gpus_per_host > 0, **limits
     )
     return await options.as_actor(
-        name, str(folder), config.policy, config.weights, PolicyVersion(), config.root.seed, swap=config.asynchrony.swap
+        name,
+        str(folder),
+        config.policy,
+        config.weights,
+        PolicyVersion(),
+        config.root.seed,
+        swap=config.asynchrony.swap,
+        lora=config.travelling_lora(),
     )
 
 

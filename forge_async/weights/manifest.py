@@ -149,7 +149,10 @@ class Manifest:
     digests: bytes = b""
     """Of all shards, in the layout's order; empty when the learner made none."""
     kind: str = "full"
-    """full; delta when a part of it is stored as what changed; later also adapter."""
+    """full: every parameter is in it. delta: the same, with a part of it stored as what changed. adapter: only low-rank
+    adapters are in it, for the parameters of `base`."""
+    base: str = ""
+    """Version that holds what this one leaves out; "" when it leaves out nothing."""
     codings: tuple[Coding, ...] = ()
     """How each part is stored, in order of rank; none: all are whole."""
     deltas_follow: bool = False
@@ -159,7 +162,8 @@ class Manifest:
     @property
     def needs(self) -> frozenset[PolicyVersion]:
         """The other versions without which it cannot be read."""
-        return frozenset(each for coding in self.codings for each in coding.chain[:-1])
+        chain = frozenset(each for coding in self.codings for each in coding.chain[:-1])
+        return chain | {PolicyVersion.parse(self.base)} if self.base else chain
 
     @property
     def stored_bytes(self) -> int:
@@ -183,8 +187,9 @@ class Manifest:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all that a reader must end up with: layout and digests."""
-        return hashlib.blake2b(repr(self.layout.ids).encode() + self.digests, digest_size=16).hexdigest()
+        """Hash of all that a reader must end up with: layout and digests, and what they build on."""
+        head = repr((self.layout.ids, self.base) if self.base else self.layout.ids)
+        return hashlib.blake2b(head.encode() + self.digests, digest_size=16).hexdigest()
 
     def names(self) -> tuple[str, ...]:
         """Parameter names, sorted."""

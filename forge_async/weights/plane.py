@@ -39,6 +39,7 @@ class _Record:
     part_ids: tuple[str, ...]
     digests: bytes
     kind: str
+    base: str
     codings: tuple[Coding, ...]
     deltas_follow: bool
     schema: int
@@ -55,6 +56,15 @@ class ReadReport:
     num_deltas: int = 0
     damage: str = ""
     """Why what was held, or was read first, was given up for the last whole version and all deltas since."""
+
+    def with_base(self, base: ReadReport) -> ReadReport:
+        """The same together with the reading of a version that it builds on."""
+        return ReadReport(
+            num_bytes=self.num_bytes + base.num_bytes,
+            own_bytes=self.own_bytes + base.own_bytes,
+            num_deltas=self.num_deltas + base.num_deltas,
+            damage=self.damage or base.damage,
+        )
 
 
 _Read = tuple[Manifest, list[tuple[Wanted, Any]]]
@@ -131,7 +141,7 @@ class WeightPlane:
         return coding, found.stream
 
     async def _is_ready(self, version: PolicyVersion) -> bool:
-        """Whether a version that was staged here was committed too, and is still there."""
+        """Whether a version was committed and is still there."""
         if version == self._committed:
             return True
         try:
@@ -155,11 +165,19 @@ class WeightPlane:
         if not ranks:
             raise WeightsError(f"{version} cannot be staged anew: it is not what was staged last.")
 
-    async def commit(self, version: PolicyVersion, num_ranks: int = 1) -> Manifest:
+    async def commit(self, version: PolicyVersion, num_ranks: int = 1, base: str = "") -> Manifest:
         """Make a version readable. Call once, after every rank has staged.
 
-        Raises WeightsError when a rank has not, or when what they staged does not form whole parameters.
+        Args:
+            version: what was staged.
+            num_ranks: so many ranks have staged it.
+            base: the version whose other parameters it leaves as they are; "": it has all of them.
+
+        Raises WeightsError when a rank has not staged, when what they staged does not form whole parameters, or when
+        the base is not readable.
         """
+        if base and not await self._is_ready(PolicyVersion.parse(base)):
+            raise WeightsError(f"{version} builds on {base}, which is not in the store; publish a whole version.")
         parts = await self._staged_parts(version, num_ranks)
         layout = await self._layout(version, tuple(part.part_id for part in parts))
         codings = tuple(part.coding for part in parts)
@@ -167,7 +185,8 @@ class WeightPlane:
             version=version,
             layout=layout,
             digests=b"".join(part.digests for part in parts),
-            kind="delta" if any(coding.base for coding in codings) else "full",
+            kind="adapter" if base else "delta" if any(coding.base for coding in codings) else "full",
+            base=base,
             codings=codings,
             deltas_follow=self._deltas is not None,
         )
@@ -175,6 +194,7 @@ class WeightPlane:
             part_ids=layout.ids,
             digests=manifest.digests,
             kind=manifest.kind,
+            base=base,
             codings=codings,
             deltas_follow=manifest.deltas_follow,
             schema=manifest.schema,
@@ -214,6 +234,7 @@ class WeightPlane:
             layout=layout,
             digests=record.digests,
             kind=record.kind,
+            base=record.base,
             codings=record.codings,
             deltas_follow=record.deltas_follow,
         )

@@ -8,9 +8,10 @@ import sys
 import pytest
 
 from forge_async.core.versions import PolicyVersion
+from forge_async.learner.settings import LORA_TARGETS
 from tests.child import Child
-from tests.engines import VERSIONS, FakeSubject, VllmSubject
-from tests.models import make_model, without_end
+from tests.engines import VERSIONS, FakeSubject, VllmAdapterSubject, VllmSubject
+from tests.models import make_model, random_adapter, without_end
 
 
 def pytest_sessionfinish():
@@ -29,11 +30,23 @@ def engine_child(tmp_path_factory):
     made.close()
 
 
-@pytest.fixture(scope="session", params=["fake", pytest.param("vllm", marks=pytest.mark.stack)])
+ENGINES = (
+    "fake",
+    pytest.param("vllm", marks=pytest.mark.stack),
+    pytest.param("vllm_adapter", marks=[pytest.mark.stack, pytest.mark.long]),
+)
+
+
+@pytest.fixture(scope="session", params=ENGINES)
 def engine_subject(request, tmp_path_factory):
     """An engine, two sets of weights for it, and what a reference computes with them."""
     if request.param == "fake":
         return FakeSubject()
+    if request.param == "vllm_adapter":
+        folder = tmp_path_factory.mktemp("adapters")
+        base = without_end(make_model(folder / "base"))
+        adapters = [random_adapter(folder / f"a{seed}", base, seed, targets=LORA_TARGETS) for seed in (1, 2)]
+        return VllmAdapterSubject(request.getfixturevalue("engine_child"), base, adapters, LORA_TARGETS)
     folders = [without_end(make_model(tmp_path_factory.mktemp(f"model{seed}"), "qwen3", seed)) for seed in (0, 1)]
     return VllmSubject(request.getfixturevalue("engine_child"), folders)
 

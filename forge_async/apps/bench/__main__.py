@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from forge_async.apps.arguments import Parser, path
-from forge_async.apps.bench import objectives, overlap, packing, reshard, rules, start, swaps, trl, weights
+from forge_async.apps.bench import adapters, objectives, overlap, packing, reshard, rules, start, swaps, trl, weights
 from forge_async.apps.bench.output import Report, print_table, write_json
 from forge_async.apps.bench.plan import Plan
 from forge_async.apps.exit import DONE, guarded_main
@@ -15,6 +15,7 @@ from forge_async.core.errors import ConfigError
 from forge_async.observe.run_directory import default_path
 
 BENCHES: dict[str, Callable[[Plan], Report]] = {
+    "adapters": adapters.measure,
     "start": start.measure,
     "objectives": objectives.measure,
     "overlap": overlap.measure,
@@ -27,6 +28,7 @@ BENCHES: dict[str, Callable[[Plan], Report]] = {
 }
 """Name -> what measures; each module begins with what it shows."""
 ROUNDS_AND_STEPS = {
+    "adapters": (8, 1),
     "start": (3, 1),
     "objectives": (2, 100),
     "overlap": (2, 40),

@@ -63,6 +63,24 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
         },
         ["objective.kl_place=loss"],
     ),
+    (
+        c.adapters_have_places,
+        {"learner.lora.targets": ["q_proj", "v_prj"]},
+        ["learner.lora.targets=", "v_prj", "did you mean v_proj?"],
+    ),
+    (c.adapters_have_places, {"learner.lora.targets": ["lm_head"]}, ["lm_head", "use some of q_proj"]),
+    (c.adapters_have_places, {"learner.lora.rank": 8, "learner.lora.targets": []}, ["at least one layer"]),
+    (
+        c.adapters_have_places,
+        {"learner.lora.rank": 8, "learner.lora.targets": ["q_proj", "q_proj"]},
+        ["['q_proj', 'q_proj']", "each once"],
+    ),
+    (c.adapters_can_travel, {"weights.merge_adapters": True}, ["no adapters to merge", "learner.lora.rank=8"]),
+    (
+        c.adapters_can_travel,
+        {"learner.lora.rank": 8, "policy.tensor_parallel": 2},
+        ["learner.lora.rank=8 with policy.tensor_parallel=2", "weights.merge_adapters=true"],
+    ),
     (c.overlong_fits, {"advantage.overlong_tokens": 4096}, ["advantage.overlong_tokens=4096", "max_new_tokens"]),
     (
         c.age_is_corrected,

@@ -144,3 +144,45 @@ async def test_without_checksums_nothing_is_hashed_or_compared():
     store.data[f"{version}/shard/1"][0] ^= 1
     manifest, _ = await read(plane, version)
     assert manifest.digests == b""
+
+
+async def publish_adapter(plane, step, base):
+    version = PolicyVersion(step=step)
+    shard = LocalShard(name="w.lora_A.weight", tensor=torch.full((1, 4), step), global_shape=(1, 4), offsets=(0, 0))
+    await plane.stage(version, *Packer(0).pack([shard]))
+    await plane.commit(version, 1, base=str(base))
+    return version
+
+
+async def test_a_version_of_adapters_names_what_it_builds_on_which_stays_readable():
+    plane = WeightPlane(MemoryStore())
+    base = await publish(plane, 0)
+    first, second = [await publish_adapter(plane, step, base) for step in (1, 2)]
+    for version in (first, second):
+        manifest, _ = await read(WeightPlane(plane.store), version)
+        assert (manifest.kind, manifest.base, manifest.names()) == ("adapter", str(base), ("w.lora_A.weight",))
+    assert (await read(plane, base))[0].kind == "full"
+    await plane.retire_all_but(1)
+    assert await plane.versions() == [base, second], "it stays while something builds on it"
+    await publish(plane, 3)
+    await plane.retire_all_but(1)
+    assert await plane.versions() == [PolicyVersion(step=3)]
+
+
+async def test_adapters_for_a_version_that_is_not_there_are_not_published():
+    plane = WeightPlane(MemoryStore())
+    with pytest.raises(WeightsError, match=r"policy@0\.1 builds on policy@0\.0, which is not in the store"):
+        await publish_adapter(plane, 1, PolicyVersion(step=0))
+    assert await plane.versions() == []
+    await publish(plane, 0)
+    await publish_adapter(WeightPlane(plane.store), 1, PolicyVersion(step=0))
+
+
+async def test_the_same_adapters_on_another_base_have_another_fingerprint():
+    plane = WeightPlane(MemoryStore())
+    bases = [await publish(plane, 0, incarnation=number) for number in (0, 1)]
+    found = []
+    for base in bases:
+        await publish_adapter(plane, 5, base)
+        found.append((await read(WeightPlane(plane.store), PolicyVersion(step=5)))[0].fingerprint)
+    assert found[0] != found[1]
