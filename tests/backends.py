@@ -24,6 +24,7 @@ def titan_learner(
     *,
     rank: int = 0,
     ranks: int = 1,
+    tensor_parallel: int = 1,
     row_tokens: int = 64,
     micro_batch_tokens: int = 8192,
     logit_chunk_tokens: int = 2048,
@@ -36,7 +37,6 @@ def titan_learner(
     updates_per_batch: int = 1,
     lora: dict[str, Any] | None = None,
     merge_adapters: bool = False,
-    reference_folder: str = "",
 ) -> Any:
     """A rank of a torchtitan learner; one made before in this process is closed."""
     os.environ.update(
@@ -54,6 +54,7 @@ def titan_learner(
         loss=objective_loss(ObjectiveSettings(**(objective or {})), correction),
         learner=LearnerSettings(
             ranks=ranks,
+            tensor_parallel=tensor_parallel,
             row_tokens=row_tokens,
             micro_batch_tokens=micro_batch_tokens,
             logit_chunk_tokens=logit_chunk_tokens,
@@ -67,7 +68,6 @@ def titan_learner(
         publish_dtype=publish_dtype,
         lora=LoraSettings(**lora) if lora else None,
         merge_adapters=merge_adapters,
-        reference_folder=Path(reference_folder) if reference_folder else None,
     )
     _learners.append(learner)
     return learner

@@ -18,7 +18,7 @@ import numpy as np
 
 from forge_async.core import kept_sets
 from forge_async.core.clock import within
-from forge_async.core.errors import NonFiniteError, PolicyError, WeightsError
+from forge_async.core.errors import LearnerError, NonFiniteError, PolicyError, WeightsError
 from forge_async.core.records import Completions, Prompt, PromptId
 from forge_async.core.versions import PolicyVersion, VersionRuns
 from forge_async.learner.batch import Share
@@ -240,6 +240,15 @@ class FakeLearner:
         folder.mkdir(parents=True, exist_ok=True)
         save_file({TABLE: torch.from_numpy(self.table.copy())}, folder / "model.safetensors")
 
+    def save_state(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        np.save(folder / "table.npy", self.table)
+
+    def restore(self, folder: Path, version: PolicyVersion) -> None:
+        if not (folder / "table.npy").exists():
+            raise LearnerError(f"The checkpoint in {folder} cannot be read; delete its folder to go on without it.")
+        self.table, self.version = np.load(folder / "table.npy"), version
+
     def digest(self) -> str:
         head = f"{TABLE} torch.float32 {self.table.shape}".encode()
         return hashlib.sha256(head + self.table.tobytes()).hexdigest()
@@ -404,11 +413,11 @@ class FakeAdmission:
 class FakeReplay:
     """Admission in order under the bound of Law 2 with W = 1, batches of the oldest P groups; waits end after 5 s."""
 
-    def __init__(self, groups_per_step: int, max_staleness: int) -> None:
+    def __init__(self, groups_per_step: int, max_staleness: int, first_step: int = 0) -> None:
         self._groups_per_step, self._max_staleness = groups_per_step, max_staleness
         self._changed = asyncio.Condition()
         self._serves: dict[str, int] = {}
-        self._num_admitted, self._closed = 0, False
+        self._num_admitted, self._closed = first_step * groups_per_step, False
         self._made: dict[int, int] = {}
         """Version of the oldest token of each group that is made and not taken."""
         self.taken: dict[int, list[int]] = {}
@@ -487,9 +496,9 @@ class FakeReplay:
 class FakeLearnerMesh:
     """All learner ranks as one: takes batches from the fake replay; `fail_at` makes that step raise."""
 
-    def __init__(self, replay: FakeReplay, fail_at: int | None = None) -> None:
+    def __init__(self, replay: FakeReplay, fail_at: int | None = None, version: PolicyVersion | None = None) -> None:
         self._replay, self._fail_at = replay, fail_at
-        self.version = PolicyVersion()
+        self.version = version or PolicyVersion()
         self._snapshots: set[PolicyVersion] = set()
         self.store: list[PolicyVersion] = []
         """Readable versions."""
@@ -526,6 +535,9 @@ class FakeLearnerMesh:
 
     async def save(self, folder: str) -> None:
         Path(folder).mkdir(parents=True)  # noqa: ASYNC240
+
+    async def save_state(self, folder: str) -> None:
+        Path(folder).mkdir()  # noqa: ASYNC240
 
     async def digest(self) -> str:
         return "0" * 64

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-KINDS = ("qwen3", "qwen3_untied", "llama", "llama_untied", "qwen3_odd")
-"""`qwen3` is the tied one that most tests use; `qwen3_odd` has a vocabulary that two ranks cannot share evenly."""
+KINDS = ("qwen3", "qwen3_untied", "llama", "llama_untied", "qwen3_odd", "qwen3_wide", "llama_wide_untied")
+"""`qwen3` is the tied one that most tests use; `qwen3_odd` has a vocabulary that two ranks cannot share evenly, and the
+wide ones have heads for two tensor-parallel ranks beside that."""
 
 
 def make_model(
@@ -23,13 +24,14 @@ def make_model(
     from forge_async.backends.hf_renderer import write_char_tokenizer
 
     config_class = LlamaConfig if kind.startswith("llama") else Qwen3Config
+    wide = "_wide" in kind
     config = config_class(
-        vocab_size=99 if kind == "qwen3_odd" else vocabulary,
+        vocab_size=99 if wide or kind == "qwen3_odd" else vocabulary,
         hidden_size=64,
         num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
+        num_attention_heads=4 if wide else 2,
+        num_key_value_heads=2 if wide else 1,
+        head_dim=16 if wide and kind.startswith("llama") else 32,
         intermediate_size=192,
         max_position_embeddings=max_positions,
         rope_theta=1e4,

@@ -59,6 +59,10 @@ class LearnerPlan:
     """The sampler's."""
     publish_dtype: str = "float32"
     """The policy engine's dtype."""
+    version: PolicyVersion = field(default_factory=PolicyVersion)
+    """What the learner begins with."""
+    state_folder: str = ""
+    """Checkpoint that `version` is read from; empty: it is the model folder's."""
     lora: LoraSettings = field(default_factory=LoraSettings)
     """Of rank 0: the model itself is trained."""
     merge_adapters: bool = False
@@ -209,6 +213,11 @@ class LearnerActor(ForgeActor):
         await self._run(lambda: self._rank.save(Path(folder)))
 
     @concurrent_endpoint
+    async def save_state(self, folder: str) -> None:
+        """Write what a learner needs to go on from here. Call on all ranks."""
+        await self._run(lambda: self._rank.save_state(Path(folder)))
+
+    @concurrent_endpoint
     async def digest(self) -> str:
         """sha256 of the parameters. Call on all ranks."""
         return await self._run(self._rank.digest)
@@ -280,9 +289,12 @@ class LearnerActor(ForgeActor):
             seed=plan.seed,
             temperature=plan.temperature,
             publish_dtype=plan.publish_dtype,
+            version=plan.version,
             lora=plan.lora,
             merge_adapters=plan.merge_adapters,
         )
+        if plan.state_folder:
+            self._learner.restore(Path(plan.state_folder), plan.version)
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from forge_async.actors.forge_actor import ForgeActor, concurrent_endpoint
 from forge_async.core.records import Group
+from forge_async.core.versions import PolicyVersion
 from forge_async.learner.batch import Share, split_batch
 from forge_async.learner.settings import ATTENTION_TOKENS
 from forge_async.replay.admission import Admission, Prompts
@@ -34,16 +34,28 @@ class ReplayActor(ForgeActor):
         journal_path: str = "",
         keep_zero_advantage: bool = False,
         attention_tokens: int = ATTENTION_TOKENS,
+        resume_from: PolicyVersion | None = None,
     ) -> None:
-        """Without `journal_path` nothing is written, and the run cannot be resumed."""
-        self._make_state: Callable[[], ReplayState] = lambda: ReplayState(
-            settings=settings,
-            groups_per_step=groups_per_step,
-            prompts=prompts,
-            num_steps=num_steps,
-            tokens_guess=tokens_guess,
-            journal=Journal.open(Path(journal_path)) if journal_path else None,
-        )
+        """Without `journal_path` nothing is written, and the run cannot be resumed.
+
+        `resume_from` is the version that the learner goes on from, with the history in the journal.
+        """
+
+        def make_state() -> ReplayState:
+            common: dict[str, Any] = {
+                "settings": settings,
+                "groups_per_step": groups_per_step,
+                "prompts": prompts,
+                "num_steps": num_steps,
+                "tokens_guess": tokens_guess,
+                "journal": Journal.open(journal_path) if journal_path else None,
+            }
+            if resume_from is None:
+                return ReplayState(**common)
+            step, incarnation = resume_from.step, resume_from.incarnation
+            return ReplayState.resume(Journal.read(journal_path), step=step, incarnation=incarnation, **common)
+
+        self._make_state: Callable[[], ReplayState] = make_state
         self._keep_zero_advantage, self._attention_tokens = keep_zero_advantage, attention_tokens
         self._shares: tuple[int, list[Share], dict[str, Any]] | None = None
 

@@ -22,15 +22,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import CommConfig, DebugConfig, ParallelismConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan_distributed
 from torchtitan.tools import utils as titan_utils
 
-from forge_async.backends import titan_lora
+from forge_async.backends import titan_lora, titan_state
 from forge_async.backends.model_writer import write_model
-from forge_async.backends.titan_build import check_same_tokens, load_model
+from forge_async.backends.titan_build import check_same_tokens, load_model, schedule_config
 from forge_async.backends.titan_forward import forward
 from forge_async.backends.titan_values import ValueHead
 from forge_async.core.errors import ConfigError, NonFiniteError
@@ -65,7 +65,6 @@ class TitanLearner:
         temperature: float = 1.0,
         publish_dtype: str = "float32",
         version: PolicyVersion | None = None,
-        reference_folder: Path | None = None,
         lora: LoraSettings | None = None,
         merge_adapters: bool = False,
     ) -> None:
@@ -80,7 +79,6 @@ class TitanLearner:
             temperature: the sampler's; logits are divided by it before log-probabilities are taken.
             publish_dtype: dtype of snapshots, the policy engine's.
             version: of the loaded weights; step 0 when None.
-            reference_folder: the model that a divergence is taken from, if the loss has one; `model_folder` when None.
             lora: adapters that are trained in place of the model; None, or of rank 0: the model.
             merge_adapters: whether snapshots and checkpoints are of the whole model with its adapters added in.
         """
@@ -107,12 +105,12 @@ class TitanLearner:
         self._optimizer = default_adamw(
             lr=optimizer.lr, betas=(optimizer.beta1, optimizer.beta2), weight_decay=optimizer.weight_decay
         ).build(model_parts=[self._model])
-        self._schedule = _schedule_config(optimizer).build(optimizers=self._optimizer, training_steps=total_steps)
+        self._schedule = schedule_config(optimizer).build(optimizers=self._optimizer, training_steps=total_steps)
         self._named: list[tuple[str, Any]] | None = None
         self._packer, self._adapter_packer = Packer(self.rank), Packer(self.rank)
         self.base = ""
         """The version whose snapshot holds what is frozen, so that later ones hold adapters only; "" before it."""
-        self._frozen = self._load_frozen(reference_folder or model_folder)
+        self._frozen = self._load_frozen()
         self._values = self._value_head() if loss.needs_values else None
 
     @property
@@ -185,14 +183,24 @@ class TitanLearner:
         return [row[: len(ids) - 1] for row, ids in zip(logprobs, token_ids, strict=True)]
 
     def save(self, folder: Path) -> None:
-        alone = self._lora is not None and not self._merges
-        weights = {name: tensor.cpu().clone() for name, tensor in self._full_weights(is_adapter if alone else _all)}
+        alone, weights = self._lora is not None and not self._merges, {}
+        for name, tensor in self._full_weights(is_adapter if alone else _all):
+            if self.rank == 0:  # each is put together on all ranks; only one keeps it
+                weights[name] = tensor.cpu().clone()
         if self.rank != 0:
             return
         if self._lora and alone:
             write_model(folder, self._folder, *titan_lora.for_peft(weights, self._lora, self._folder))
         else:
             write_model(folder, self._folder, titan_lora.with_adapters(weights, self._scale), {})
+
+    def save_state(self, folder: Path) -> None:
+        titan_state.save(folder, self._state())
+
+    def restore(self, folder: Path, version: PolicyVersion) -> None:
+        titan_state.load(folder, self._state())
+        titan_state.go_on_from(self._schedule, version.step)
+        self.version = version
 
     def digest(self) -> str:
         found = hashlib.sha256()
@@ -220,11 +228,10 @@ class TitanLearner:
         titan_distributed.set_determinism(dims, self._device, DebugConfig(seed=seed), distinct_seed_mesh_dims=["pp"])
         return dims, titan_distributed.get_spmd_context(parallel_dims=dims)
 
-    def _load_frozen(self, reference_folder: Path) -> dict[str, Any]:
+    def _load_frozen(self) -> dict[str, Any]:
         """The models that are only read, by the name of what they give; each is sharded like the one that learns."""
-        self._is_own_reference = self._loss.needs_reference and self._lora and reference_folder == self._folder
-        own = not self._loss.needs_reference or self._is_own_reference
-        wanted = {} if own else {"reference_logprobs": reference_folder}
+        reads_reference = self._loss.needs_reference and not self._lora  # with adapters: the model without them
+        wanted = {"reference_logprobs": self._folder} if reads_reference else {}
         if self._loss.settings.teacher:
             wanted["teacher_logprobs"] = Path(self._loss.settings.teacher)
             check_same_tokens(self._folder, wanted["teacher_logprobs"])
@@ -238,6 +245,9 @@ class TitanLearner:
         mesh = self._dims.get_optional_mesh("batch")
         group = mesh.get_group() if mesh is not None and mesh.size() > 1 else None
         return ValueHead(self._model, self._device, self._optimizer_settings, self._loss.settings, group)
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return titan_state.collect(self._model, self._optimizer, self._values.state() if self._values else {})
 
     def _over_ranks(self, totals: StepTotals) -> Figures:
         sums = dict(zip(totals.sums, self._sum_over_ranks(totals.sum_values()), strict=True))
@@ -265,7 +275,7 @@ class TitanLearner:
         entropy = "gradient" if self._loss.settings.entropy_weight else "figure" if self._loss.needs_entropy else "none"
         with torch.no_grad():
             frozen = {name: forward(model, columns, self._wanted).logprobs for name, model in self._frozen.items()}
-            if self._is_own_reference:
+            if self._loss.needs_reference and self._lora:
                 with titan_lora.without_adapters(self._model):
                     frozen["reference_logprobs"] = forward(self._model, columns, self._wanted).logprobs
         found = forward(self._model, columns, replace(self._wanted, entropy=entropy))
@@ -379,16 +389,6 @@ class TitanLearner:
 
 def _all(_name: str) -> bool:
     return True
-
-
-def _schedule_config(optimizer: OptimizerSettings) -> LRSchedulersContainer.Config:
-    constant = optimizer.decay == "constant"
-    return LRSchedulersContainer.Config(
-        warmup_steps=optimizer.warmup_steps,
-        decay_ratio=0.0 if constant else None,
-        decay_type="linear" if constant else optimizer.decay,  # pyright: ignore[reportArgumentType]
-        min_lr_factor=optimizer.min_lr_factor,
-    )
 
 
 def _holds_first_copy(tensor: DTensor) -> bool:

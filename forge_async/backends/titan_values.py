@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torchtitan.components.optimizer.utils import init_optim_state
 
 from forge_async.learner.gae import gae, last_token_rewards
 from forge_async.learner.loss import STD_EPSILON
@@ -78,6 +79,14 @@ class ValueHead:
         self._optimizer.param_groups[0]["lr"] = lr
         self._optimizer.step()
         self.drop()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The head and what its optimiser remembers, by name; equal on every rank."""
+        init_optim_state(self._optimizer)
+        state = {"weight": self._weight.detach(), "bias": self._bias.detach()}
+        for name, parameter in (("weight", self._weight), ("bias", self._bias)):
+            state |= {f"{name}.{key}": tensor for key, tensor in self._optimizer.state[parameter].items()}
+        return state
 
     def drop(self) -> None:
         """Forget the gradients of this step."""

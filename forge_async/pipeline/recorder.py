@@ -83,10 +83,12 @@ class Recorder:
         workers: Workers,
         pids: Mapping[str, int] | None = None,
         alarm: ParityAlarm | None = None,
+        earlier_groups: Mapping[str, float] | None = None,
     ) -> None:
         """`begun_s` is the wall clock at which the process started; all times of the records count from it.
 
         `pids` are processes of this machine, by name, that report nothing themselves; `alarm` looks at every row.
+        `earlier_groups` are the replay actor's totals when a resumed run goes on.
         """
         self._begun_s, self._sink, self._events, self._rollouts = begun_s, sink, events, rollouts
         self._rollouts_per_step, self._tracer, self._progress = rollouts_per_step, tracer, progress
@@ -94,9 +96,10 @@ class Recorder:
         self._alarm = alarm
         self._known: dict[int, _Known] = {}
         self._weights = _Weights()
-        self._totals: dict[str, float] = {}
+        self._totals = {name: (earlier_groups or {}).get(f"groups/{name}", 0) for name in ("trained", *ENDED)}
         self._steps: deque[_Step] = deque()
-        self._arrived = asyncio.Event()
+        self._arrived, self._settled = asyncio.Event(), asyncio.Event()
+        self._settled.set()
         self._last_ended_s = time.time()
         self._evaluation: dict[str, float] = {}
         """Figures of an evaluation that ended since the last row."""
@@ -120,6 +123,7 @@ class Recorder:
         now = time.time()
         self._weights.step_ended_s[ranks[0].result.version.step] = now
         self._steps.append(_Step(step=step, ranks=ranks, ended_s=now))
+        self._settled.clear()
         self._arrived.set()
 
     def published(self, publication: Publication) -> None:
@@ -159,6 +163,10 @@ class Recorder:
             self._arrived.clear()
             await self._arrived.wait()
 
+    async def settled(self) -> None:
+        """Wait until every step that was told is written. `run` ends this wait; its failure ends the run."""
+        await self._settled.wait()
+
     async def finish(self, reason: str) -> None:
         """Write what is left, end the groups that never ended, close the files."""
         await self._write_waiting()
@@ -178,6 +186,7 @@ class Recorder:
         while self._steps:
             await self._write_step(self._steps[0])
             self._steps.popleft()
+        self._settled.set()
 
     async def _write_step(self, step: _Step) -> None:
         stats, reports = await asyncio.gather(
@@ -241,7 +250,7 @@ class Recorder:
         figures = {name: value for name, value in batch.items() if "/" in name and not name.startswith("groups/")}
         for name in ("trained", *ENDED):
             total = batch[f"groups/{name}"]
-            figures[f"groups/{name}"] = total - self._totals.get(name, 0)
+            figures[f"groups/{name}"] = total - self._totals[name]
             self._totals[name] = total
         figures[names.GROUPS_TRAINED] = len(batch["indices"])
         return figures

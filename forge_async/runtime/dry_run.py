@@ -155,14 +155,16 @@ def _rows(config: Config, shape: ModelShape | None) -> list[Row]:
     learner, policy, rollout = config.learner, config.policy, config.rollout
     sizes = _sizes(config, shape)
     gpu = config.job.gpus_per_host > 0
-    fsdp = f"FSDP2 over {learner.ranks} ranks, " if learner.ranks > 1 else ""
+    copies, tensor = learner.ranks // learner.tensor_parallel, learner.tensor_parallel
+    meshes = (("FSDP2", copies), ("tensor parallelism", tensor))
+    mesh = "".join(f"{kind} over {_times(ranks, 'rank')}, " for kind, ranks in meshes if ranks > 1)
     return [
         Row(kind="controller", number=1, where="here", what="the loops", num_bytes=sizes["controller"]),
         Row(
             kind="learner",
             number=learner.ranks,
             where=_place(config, "learner"),
-            what=f"torchtitan, {fsdp}{learner.dtype}{', a GPU each' if gpu else ''}",
+            what=f"torchtitan, {mesh}{learner.dtype}{', a GPU each' if gpu else ''}",
             num_bytes=sizes["learner"],
         ),
         Row(

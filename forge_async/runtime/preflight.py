@@ -86,6 +86,12 @@ def check_shape(config: Config, shape: ModelShape) -> None:
                 f"{key}={config.value(key)} does not divide the model's {shape.num_heads} attention heads; "
                 f"use a divisor, such as {key}=1."
             )
+    if shape.num_kv_heads % config.learner.tensor_parallel:
+        raise ConfigError(
+            f"learner.tensor_parallel={config.learner.tensor_parallel} does not divide the model's "
+            f"{shape.num_kv_heads} key-value heads, and torchtitan copies none; use a divisor, such as "
+            "learner.tensor_parallel=1."
+        )
     _check_kv_cache(config, shape)
 
 

@@ -44,6 +44,16 @@ class Shard:
         """Whether the box is the whole parameter."""
         return self.shape == self.global_shape
 
+    @property
+    def start(self) -> int:
+        """Where its first element lies in the blob, in elements from the blob's beginning."""
+        return self.start_bytes * math.prod(self.shape) // self.num_bytes
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Elements from one to the next in the blob, a dimension: row-major."""
+        return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forge_async.core.errors import WeightsError
-from forge_async.weights.manifest import Manifest, Packed, Part, Shard
+from forge_async.weights.manifest import Layout, Manifest, Packed, Part, Shard
+from forge_async.weights.reshard import Copy, TransferPlan, Wanted, compile_plan, wholes
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +41,7 @@ class Packer:
         self._looks: list[tuple] = []
         """What the plan was made for."""
         self._part = Part.of(rank, (), 0)
-        self._boxes = Boxes()
+        self._views = Views()
 
     @property
     def blob_bytes(self) -> int:
@@ -64,9 +66,9 @@ class Packer:
             self._part, self._looks = _plan(held, self._rank), list(map(_look, held))
         if blob is None or blob.numel() != self._part.blob_bytes:
             blob = torch.zeros(self._part.blob_bytes, dtype=torch.uint8)
-            views = _boxes(self._part, blob)
+            views = _views(self._part.shards, blob)
         else:
-            views = self._boxes.of(self._part, blob)
+            views = self._views.of(self._part.id, self._part.shards, blob)
         if held:
             with torch.no_grad():
                 torch._foreach_copy_(views, [shard.tensor for shard in held])
@@ -78,16 +80,16 @@ class Packer:
         return same_length and all(_look(shard) == look for shard, look in zip(held, self._looks, strict=True))
 
 
-class Boxes:
-    """Views of the shards in blobs of a store's memory, made once for each piece of that memory."""
+class Views:
+    """Views of boxes in blobs of a store's memory, made once for each piece of that memory."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int], list[torch.Tensor]] = {}
+        self._known: dict[tuple[Hashable, int], list[torch.Tensor]] = {}
 
-    def of(self, part: Part, blob: torch.Tensor) -> list[torch.Tensor]:
-        """A view of each shard of a blob. It keeps the memory alive while it is remembered."""
-        key = (part.id, blob.data_ptr())
-        views = self._known.pop(key, None) or _boxes(part, blob)
+    def of(self, id: Hashable, boxes: Sequence[Shard | Copy], blob: torch.Tensor) -> list[torch.Tensor]:
+        """A view of each box of a blob; `id` stands for the boxes. It keeps the memory alive while it is remembered."""
+        key = (id, blob.data_ptr())
+        views = self._known.pop(key, None) or _views(boxes, blob)
         self._known[key] = views
         while len(self._known) > REMEMBERED_BLOBS:
             del self._known[next(iter(self._known))]
@@ -136,14 +138,52 @@ def digests(part: Part, blob: torch.Tensor) -> bytes:
     return struct.pack(f"<{len(found)}Q", *found)
 
 
+class Transfer:
+    """Replays the plan from the learner's layout to the boxes of one reader, version after version."""
+
+    def __init__(self, wanted: Sequence[Wanted] | None = None, *, shared: bool) -> None:
+        """Args:
+        wanted: the reader's boxes; None: every parameter, whole.
+        shared: whether blobs are a store's memory, which comes again, or this process's own, used once.
+        """
+        self._asked, self._shared = wanted, shared
+        self._layout: tuple[str, ...] | None = None
+        self.wanted: Sequence[Wanted] = wanted or ()
+        self.plan = TransferPlan(copies=())
+        self._parts: dict[int, tuple[Copy, ...]] = {}
+        """The copies out of each rank's blob."""
+        self._views = Views()
+
+    def follow(self, layout: Layout) -> bool:
+        """Plan for a layout, unless that was the last one; whether it is another. Raises like `compile_plan`."""
+        if layout.ids == self._layout:
+            return False
+        wanted = wholes(layout) if self._asked is None else self._asked
+        self.plan, self.wanted, self._layout = compile_plan(layout, wanted), wanted, layout.ids
+        self._parts = {rank: tuple(copy for copy in self.plan.copies if copy.rank == rank) for rank in self.plan.ranks}
+        self._views = Views()
+        return True
+
+    def sources(self, blobs: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        """A view into the blobs for each copy of the plan, in its order."""
+        of = self._views.of if self._shared else lambda _, boxes, blob: _views(boxes, blob)
+        return [view for rank, boxes in self._parts.items() for view in of(rank, boxes, blobs[rank])]
+
+    def targets(self, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """A view for each copy of the plan into the reader's tensors, which are in the order of its boxes."""
+        return [held[copy.wanted][_slices(copy.offsets, copy.shape)] for copy in self.plan.copies]
+
+
 class Unpacker:
     """Assembles versions for one reader. What it gave for a version is gone when it is asked for the next."""
 
     def __init__(self, *, shared: bool) -> None:
         """`shared`: whether blobs are a store's memory, which comes again, or this process's own, used once."""
-        self._boxes = Boxes() if shared else None
-        self._layout: tuple[str, ...] = ()
-        self._wholes: dict[str, torch.Tensor] = {}
+        self._transfer = Transfer(shared=shared)
+        self._own: list[torch.Tensor | None] = []
+        """Memory for each parameter that no rank holds whole."""
+        self._targets: list[torch.Tensor | None] = []
+        """Where in it each copy goes."""
 
     def unpack(self, manifest: Manifest, blobs: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Every parameter of a version, from the blobs of all ranks.
@@ -151,26 +191,35 @@ class Unpacker:
         A parameter held whole by one rank is a view of its blob; others are copied together, into the same memory each
         time.
         """
-        if manifest.layout.ids != self._layout:
-            self._layout, self._wholes = manifest.layout.ids, _wholes(manifest)
-        of = self._boxes.of if self._boxes is not None else _boxes
-        flat = (box for part in manifest.layout.parts if part.shards for box in of(part, blobs[part.rank]))
+        import torch
+
+        transfer = self._transfer
+        if transfer.follow(manifest.layout):
+            self._make_room()
+        copies, wanted, sources = transfer.plan.copies, transfer.wanted, transfer.sources(blobs)
+        moved = [(to, view) for to, view in zip(self._targets, sources, strict=True) if to is not None]
+        if moved:
+            torch._foreach_copy_([to for to, _ in moved], [view for _, view in moved])
         weights: dict[str, torch.Tensor] = {}
-        for shard, box in zip(manifest.shards, flat, strict=True):
-            if shard.is_whole:
-                weights[shard.name] = box
-            else:
-                weights[shard.name] = self._wholes[shard.name]
-                weights[shard.name][slices(shard)] = box
+        for copy, view in zip(copies, sources, strict=True):
+            own = self._own[copy.wanted]
+            weights[wanted[copy.wanted].name] = view if own is None else own
         return weights
 
+    def _make_room(self) -> None:
+        import torch
 
-def _wholes(manifest: Manifest) -> dict[str, torch.Tensor]:
-    """Memory for the parameters that no rank holds whole."""
-    import torch
-
-    split = {shard.name: shard for shard in manifest.shards if not shard.is_whole}
-    return {name: torch.empty(each.global_shape, dtype=getattr(torch, each.dtype)) for name, each in split.items()}
+        plan, wanted = self._transfer.plan, self._transfer.wanted
+        num_copies = Counter(copy.wanted for copy in plan.copies)
+        self._own = [
+            torch.empty(box.shape, dtype=getattr(torch, box.dtype)) if num_copies[place] > 1 else None
+            for place, box in enumerate(wanted)
+        ]
+        owns = [self._own[copy.wanted] for copy in plan.copies]
+        self._targets = [
+            None if own is None else own[_slices(copy.offsets, copy.shape)]
+            for own, copy in zip(owns, plan.copies, strict=True)
+        ]
 
 
 def unpack(manifest: Manifest, blobs: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -198,7 +247,7 @@ def check_blob(manifest: Manifest, rank: int, blob: torch.Tensor) -> None:
 
 def slices(shard: Shard) -> tuple[slice, ...]:
     """The shard's place inside the whole parameter."""
-    return tuple(slice(low, low + size) for low, size in zip(shard.offsets, shard.shape, strict=True))
+    return _slices(shard.offsets, shard.shape)
 
 
 def digest(tensor: torch.Tensor) -> int:
@@ -210,12 +259,14 @@ def digest(tensor: torch.Tensor) -> int:
     return xxhash.xxh3_64_intdigest(flat.numpy())  # pyright: ignore[reportArgumentType]
 
 
-def _boxes(part: Part, blob: torch.Tensor) -> list[torch.Tensor]:
-    """A view of each shard in a blob."""
+def _slices(offsets: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(low, low + size) for low, size in zip(offsets, shape, strict=True))
+
+
+def _views(boxes: Sequence[Shard | Copy], blob: torch.Tensor) -> list[torch.Tensor]:
+    """A view of each box in a blob."""
     import torch
 
-    dtypes = {dtype: getattr(torch, dtype) for dtype in {shard.dtype for shard in part.shards}}
-    return [
-        blob[shard.start_bytes : shard.start_bytes + shard.num_bytes].view(dtypes[shard.dtype]).view(shard.shape)
-        for shard in part.shards
-    ]
+    typed = {dtype: blob.view(getattr(torch, dtype)) for dtype in {box.dtype for box in boxes}}
+    begin = {dtype: flat.storage_offset() for dtype, flat in typed.items()}
+    return [typed[box.dtype].as_strided(box.shape, box.strides, begin[box.dtype] + box.start) for box in boxes]

@@ -10,7 +10,7 @@ import socket
 import numpy as np
 import pytest
 
-from forge_async.core.errors import ConfigError, NonFiniteError
+from forge_async.core.errors import ConfigError, LearnerError, NonFiniteError
 from forge_async.core.records import Group, PromptId, Samples
 from forge_async.core.versions import NOT_SAMPLED, PolicyVersion, VersionRuns
 from forge_async.learner.batch import Share, split_batch
@@ -193,6 +193,29 @@ def test_a_loss_that_is_not_finite_leaves_everything_as_it_was(subject):
     untouched = subject.make()
     untouched.train(share(make_samples()))
     assert untouched.digest() == after, "nothing of the refused gradient is left"
+
+
+def test_a_learner_goes_on_from_its_checkpoint_as_if_nothing_had_happened(subject, tmp_path):
+    learner = subject.make()
+    for step in range(2):
+        learner.train(share(make_samples(seed=step)))
+    learner.save_state(tmp_path / "state")
+    expected = [learner.train(share(make_samples(seed=step))) for step in (2, 3)]
+    digest = learner.digest()
+    restored = subject.make()
+    restored.restore(tmp_path / "state", PolicyVersion(incarnation=1, step=2))
+    assert restored.version == PolicyVersion(incarnation=1, step=2)
+    found = [restored.train(share(make_samples(seed=step))) for step in (2, 3)]
+    assert [(each.loss, each.grad_norm, each.lr) for each in found] == [
+        (each.loss, each.grad_norm, each.lr) for each in expected
+    ]
+    assert found[-1].version == PolicyVersion(incarnation=1, step=4)
+    assert restored.digest() == digest
+
+
+def test_a_checkpoint_that_is_not_there_is_named(subject, tmp_path):
+    with pytest.raises(LearnerError, match="state cannot be read.*delete its folder"):
+        subject.make().restore(tmp_path / "state", PolicyVersion(step=2))
 
 
 def test_a_snapshot_is_what_save_writes_and_does_not_move_with_the_next_step(subject, tmp_path):
@@ -441,10 +464,13 @@ def odd(children, tmp_path_factory):
     return TitanSubject(children[0], make_model(tmp_path_factory.mktemp("odd"), "qwen3_odd"))
 
 
-def two_ranks(children, folder, **settings):
-    arguments = (str(folder), free_port())
+def all_ranks(children, folder, **settings):
+    """A rank of one learner in each child."""
+    arguments, num = (str(folder), free_port()), len(children)
     return build_all(
-        children, "tests.backends:titan_learner", [(arguments, {"rank": r, "ranks": 2} | settings) for r in range(2)]
+        children,
+        "tests.backends:titan_learner",
+        [(arguments, {"rank": r, "ranks": num} | settings) for r in range(num)],
     )
 
 
@@ -455,7 +481,7 @@ def test_two_ranks_train_as_one_and_their_shards_tile(odd, children):
     batches[0] = on_policy(batches[0], alone)
     results = [alone.train(share(samples)) for samples in batches]
     weights, digest = weights_of(alone), alone.digest()
-    ranks = two_ranks(children, odd.folder, lr=1e-4)
+    ranks = all_ranks(children, odd.folder, lr=1e-4)
     assert [(rank.batch_rank, rank.batch_ranks) for rank in ranks] == [(0, 2), (1, 2)]
     for result, samples in zip(results, batches, strict=True):
         pair = call_all(ranks, "train", [(each,) for each in share(samples, 2)])
@@ -481,7 +507,7 @@ def test_two_ranks_agree_with_one_about_values_reference_and_entropy(odd, childr
     alone = odd.make(**chosen)
     batches = [off_policy(make_samples(seed=seed), alone) for seed in range(2)]
     results, weights = [alone.train(share(samples)) for samples in batches], weights_of(alone)
-    ranks = two_ranks(children, odd.folder, **chosen, logit_chunk_tokens=9)
+    ranks = all_ranks(children, odd.folder, **chosen, logit_chunk_tokens=9)
     for result, samples in zip(results, batches, strict=True):
         for mine in call_all(ranks, "train", [(each,) for each in share(samples, 2)]):
             assert mine.loss == pytest.approx(result.loss, rel=1e-5, abs=1e-6)
@@ -493,8 +519,41 @@ def test_two_ranks_agree_with_one_about_values_reference_and_entropy(odd, childr
 
 
 @pytest.mark.stack
+def test_a_checkpoint_of_two_ranks_is_gone_on_with_by_one_and_the_other_way_round(odd, children, tmp_path):
+    chosen = {"lr": 1e-3, "objective": EVERYTHING, "correction": "icepop"}
+    alone = odd.make(**chosen)
+    alone.train(share(off_policy(make_samples(), alone)))
+    alone.save_state(tmp_path / "one")
+    digest, last = alone.digest(), off_policy(make_samples(seed=1), alone)
+    result = alone.train(share(last))
+    weights = weights_of(alone)
+    ranks, version = all_ranks(children, odd.folder, **chosen), PolicyVersion(incarnation=1, step=1)
+    call_all(ranks, "restore", [(tmp_path / "one", version)] * 2)
+    assert call_all(ranks, "digest", [(), ()]) == [digest] * 2
+    call_all(ranks, "save_state", [(tmp_path / "two",)] * 2)
+    for mine in call_all(ranks, "train", [(each,) for each in share(last, 2)]):
+        assert mine.loss == pytest.approx(result.loss, rel=1e-5, abs=1e-6)
+        assert mine.figures == pytest.approx(result.figures, rel=1e-4, abs=1e-6)
+    again = odd.make(**chosen)
+    again.restore(tmp_path / "two", version)
+    assert again.digest() == digest
+    again.train(share(last))
+    assert_close(weights, weights_of(again))
+
+
+@pytest.mark.stack
+def test_a_checkpoint_of_another_model_is_refused_and_one_without_values_gets_new_ones(titan, odd, tmp_path):
+    titan.make().save_state(tmp_path / "state")
+    with pytest.raises(LearnerError, match=r"another model or optimiser: \S+ is \(.*\) here, .*config.yaml"):
+        odd.make().restore(tmp_path / "state", PolicyVersion(step=1))
+    with_values = titan.make(objective={"name": "ppo"})
+    with_values.restore(tmp_path / "state", PolicyVersion(step=1))
+    assert with_values.train(share(make_samples())).version == PolicyVersion(step=2)
+
+
+@pytest.mark.stack
 def test_two_ranks_save_score_and_go_through_idle_and_refused_steps_together(odd, children, tmp_path):
-    ranks = two_ranks(children, odd.folder)
+    ranks = all_ranks(children, odd.folder)
     before = call_all(ranks, "digest", [(), ()])
     one_sample = share(make_samples(1), 2)
     assert one_sample[1].samples is None
@@ -514,3 +573,72 @@ def test_two_ranks_save_score_and_go_through_idle_and_refused_steps_together(odd
     reference = Reference(tmp_path / "model")
     for (scored,) in call_all(ranks, "score", [([tokens],)] * 2):
         assert scored == pytest.approx(reference.logprobs(tokens), abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def four_children(children, tmp_path_factory):
+    more = [Child(tmp_path_factory.mktemp("titan") / f"log{rank}") for rank in (2, 3)]
+    yield [*children, *more]
+    for child in more:
+        child.close()
+
+
+def published(ranks, step):
+    """What the ranks put into the store, as one version."""
+    parts = call_all(ranks, "snapshot", [()] * len(ranks))
+    manifest = build_manifest(PolicyVersion(step=step), [Packed(part=part) for part, _ in parts])
+    return manifest, {rank: blob for rank, (_, blob) in enumerate(parts)}
+
+
+def assert_trains_as_one(subject, children, **chosen):
+    """Ranks of a learner with tensor parallelism give the losses, gradients and weights of one rank."""
+    alone = subject.make(**chosen)
+    batches = [off_policy(make_samples(seed=seed), alone) for seed in range(2)]
+    results, weights = [alone.train(share(samples)) for samples in batches], weights_of(alone)
+    ranks = all_ranks(children, subject.folder, tensor_parallel=2, **chosen)
+    num_shares = len(ranks) // 2
+    assert [(rank.batch_rank, rank.batch_ranks) for rank in ranks] == [(r // 2, num_shares) for r in range(len(ranks))]
+    for result, samples in zip(results, batches, strict=True):
+        shares = share(samples, num_shares) if num_shares > 1 else [share(samples)]
+        for mine in call_all(ranks, "train", [(shares[number // 2],) for number in range(len(ranks))]):
+            assert mine.loss == pytest.approx(result.loss, rel=1e-5, abs=1e-6)
+            assert mine.grad_norm == pytest.approx(result.grad_norm, rel=1e-4)
+            assert mine.figures == pytest.approx(result.figures, rel=1e-4, abs=1e-6)
+            assert mine.num_loss_tokens == result.num_loss_tokens
+    manifest, blobs = published(ranks, step=2)
+    assert_close(weights, unpack(manifest, blobs))
+    assert max(blob.numel() for blob in blobs.values()) < 0.6 * manifest.num_bytes, "no rank publishes the whole model"
+    return ranks, manifest
+
+
+def assert_saved_by_all(ranks, folder):
+    """The folder that the ranks write is a model that transformers loads, with the same logits."""
+    call_all(ranks, "save", [(folder,)] * len(ranks))
+    tokens = np.arange(5, 30, dtype=np.int32)
+    expected = Reference(folder).logprobs(tokens)
+    for (scored,) in call_all(ranks, "score", [([tokens],)] * len(ranks)):
+        assert scored == pytest.approx(expected, abs=1e-5)
+    assert len(set(call_all(ranks, "digest", [()] * len(ranks)))) == 1
+
+
+@pytest.mark.stack
+def test_two_tensor_parallel_ranks_train_as_one(children, tmp_path):
+    """Vocabulary, heads and hidden rows are cut; the logits too, in chunks. The embedding is tied, its cut uneven."""
+    subject = TitanSubject(children[0], make_model(tmp_path / "model", "qwen3_wide"))
+    ranks, manifest = assert_trains_as_one(subject, children, lr=1e-4, logit_chunk_tokens=9)
+    by_name = manifest.by_name()
+    assert [each.shape for each in by_name["model.embed_tokens.weight"]] == [(50, 64), (49, 64)]
+    assert [each.shape for each in by_name["model.layers.0.self_attn.o_proj.weight"]] == [(64, 64)] * 2
+    assert [each.rank for each in by_name["model.norm.weight"]] == [0], "what both hold, one publishes"
+    assert_saved_by_all(ranks, tmp_path / "saved")
+
+
+@pytest.mark.stack
+@pytest.mark.long
+def test_four_ranks_train_as_one_with_fsdp_over_tensor_parallelism(four_children, tmp_path):
+    subject = TitanSubject(four_children[0], make_model(tmp_path / "model", "llama_wide_untied"))
+    chosen = {"objective": EVERYTHING, "correction": "icepop", "updates_per_batch": 2, "logit_chunk_tokens": 9}
+    ranks, manifest = assert_trains_as_one(subject, four_children, lr=1e-4, **chosen)
+    head = [(each.rank, each.offsets[0], each.shape[0]) for each in manifest.by_name()["lm_head.weight"]]
+    assert head == [(0, 0, 25), (1, 50, 25), (2, 25, 25), (3, 75, 24)]
+    assert_saved_by_all(ranks, tmp_path / "saved")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from forge_async.apps.arguments import Parser, path
-from forge_async.apps.bench import adapters, overlap, packing, rules, start, swaps, trl, weights
+from forge_async.apps.bench import adapters, overlap, packing, reshard, rules, start, swaps, trl, weights
 from forge_async.apps.bench.output import Report, print_table, write_json
 from forge_async.apps.bench.plan import Plan
 from forge_async.apps.exit import DONE, guarded_main
@@ -19,6 +19,7 @@ BENCHES: dict[str, Callable[[Plan], Report]] = {
     "start": start.measure,
     "overlap": overlap.measure,
     "packing": packing.measure,
+    "reshard": reshard.measure,
     "rules": rules.measure,
     "swaps": swaps.measure,
     "trl": trl.measure,
@@ -30,6 +31,7 @@ ROUNDS_AND_STEPS = {
     "start": (3, 1),
     "overlap": (2, 40),
     "packing": (5, 1),
+    "reshard": (9, 1),
     "rules": (1, 1),
     "swaps": (1, 60),
     "trl": (2, 30),
@@ -69,7 +71,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--trace", type=path, help="rules: a run's events.jsonl to play instead of the seeded trace")
     parser.add_argument("--only", default="", choices=("real", "simulated"), help="overlap: leave the other rows out")
     parser.add_argument("--bytes", type=float, default=0.0, help="weights: bytes of the model, such as 1e9")
-    parser.add_argument("--tensors", type=int, action="append", default=[], help="weights: tensors in it; repeatable")
+    parser.add_argument(
+        "--tensors", type=int, action="append", default=[], help="weights, reshard: tensors in it; repeatable"
+    )
     options = parser.parse_intermixed_args(argv)
     counts = (*options.threads, *options.tensors)
     if min(options.rounds, options.steps, options.bytes, *counts, 0) < 0 or 0 in counts:

@@ -59,7 +59,12 @@ class Plan:
         tensors: Sequence[int] = (),
     ) -> Plan:
         """Check the configuration and put the words of every run in order. Raises ConfigError."""
-        words = (*(word for name in configs for word in ("--config", name)), "eval.num_prompts=0", *overrides)
+        words = (
+            *(word for name in configs for word in ("--config", name)),
+            "eval.num_prompts=0",
+            "checkpoint.every_steps=0",
+            *overrides,
+        )
         return cls(
             words=words,
             config=load(words)[0],

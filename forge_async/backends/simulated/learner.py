@@ -93,6 +93,9 @@ class SimulatedLearner:
     async def save(self, folder: str) -> None:
         raise LearnerError(f"A simulated learner has no weights to save to {folder}.")
 
+    async def save_state(self, folder: str) -> None:
+        raise LearnerError(f"A simulated learner has no weights to save to {folder}.")
+
     async def digest(self) -> str:
         return str(self.version)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from forge_async.apps.bench import overlap, simulated, start, swaps, trl, weights
+from forge_async.apps.bench import overlap, reshard, simulated, start, swaps, trl, weights
 from forge_async.apps.bench.__main__ import BENCHES, ROUNDS_AND_STEPS, main, parse
 from forge_async.apps.bench.figures import (
     Stages,
@@ -290,6 +290,13 @@ def test_the_models_that_weights_moves_are_those_asked_for(num_bytes, tensors, e
 def test_a_model_without_room_for_its_tensors_is_refused():
     with pytest.raises(ConfigError, match="leaves less than 4 bytes to a tensor"):
         weights.workloads(1000.0, (20_000,))
+
+
+@pytest.mark.parametrize("case", reshard.MESHES)
+def test_a_replayed_transfer_is_three_times_as_fast_as_one_planned_anew(case):
+    replayed, anew = reshard._rows(case, num_tensors=500, rounds=5)
+    assert replayed["speedup"] == anew["pull_s"] / replayed["pull_s"] > reshard.AIM
+    assert replayed["bytes"] == sum({0: 2048, 1: 2048, 2: 4096}[number % 3] for number in range(500))
 
 
 def test_the_figures_of_a_swap_mode_leave_out_the_first_steps_and_end_with_the_reward_reached():
