@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import CommConfig, DebugConfig, ParallelismConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan_distributed
@@ -30,7 +30,7 @@ from torchtitan.tools import utils as titan_utils
 
 from forge_async.backends import titan_lora, titan_state
 from forge_async.backends.model_writer import write_model
-from forge_async.backends.titan_build import check_same_tokens, load_model
+from forge_async.backends.titan_build import check_same_tokens, load_model, schedule_config
 from forge_async.backends.titan_forward import forward
 from forge_async.backends.titan_values import ValueHead
 from forge_async.core.errors import ConfigError, NonFiniteError
@@ -102,7 +102,7 @@ class TitanLearner:
         self._optimizer = default_adamw(
             lr=optimizer.lr, betas=(optimizer.beta1, optimizer.beta2), weight_decay=optimizer.weight_decay
         ).build(model_parts=[self._model])
-        self._schedule = _schedule_config(optimizer).build(optimizers=self._optimizer, training_steps=total_steps)
+        self._schedule = schedule_config(optimizer).build(optimizers=self._optimizer, training_steps=total_steps)
         self._named: list[tuple[str, Any]] | None = None
         self._packer, self._adapter_packer = Packer(self.rank), Packer(self.rank)
         self.base = ""
@@ -180,9 +180,8 @@ class TitanLearner:
 
     def save(self, folder: Path) -> None:
         alone, weights = self._lora is not None and not self._merges, {}
-        # Each is put together on all ranks; only one keeps it.
         for name, tensor in self._full_weights(is_adapter if alone else _all):
-            if self.rank == 0:
+            if self.rank == 0:  # each is put together on all ranks; only one keeps it
                 weights[name] = tensor.cpu().clone()
         if self.rank != 0:
             return
@@ -227,9 +226,8 @@ class TitanLearner:
 
     def _load_frozen(self) -> dict[str, Any]:
         """The models that are only read, by the name of what they give; each is sharded like the one that learns."""
-        self._is_own_reference = self._loss.needs_reference and self._lora is not None
-        own = not self._loss.needs_reference or self._is_own_reference
-        wanted = {} if own else {"reference_logprobs": self._folder}
+        reads_reference = self._loss.needs_reference and not self._lora  # with adapters: the model without them
+        wanted = {"reference_logprobs": self._folder} if reads_reference else {}
         if self._loss.settings.teacher:
             wanted["teacher_logprobs"] = Path(self._loss.settings.teacher)
             check_same_tokens(self._folder, wanted["teacher_logprobs"])
@@ -289,7 +287,7 @@ class TitanLearner:
         entropy = "gradient" if self._loss.settings.entropy_weight else "figure" if self._loss.needs_entropy else "none"
         with torch.no_grad():
             frozen = {name: forward(model, columns, self._wanted).logprobs for name, model in self._frozen.items()}
-            if self._is_own_reference:
+            if self._loss.needs_reference and self._lora:
                 with titan_lora.without_adapters(self._model):
                     frozen["reference_logprobs"] = forward(self._model, columns, self._wanted).logprobs
         found = forward(self._model, columns, replace(self._wanted, entropy=entropy))
@@ -403,16 +401,6 @@ class TitanLearner:
 
 def _all(_name: str) -> bool:
     return True
-
-
-def _schedule_config(optimizer: OptimizerSettings) -> LRSchedulersContainer.Config:
-    constant = optimizer.decay == "constant"
-    return LRSchedulersContainer.Config(
-        warmup_steps=optimizer.warmup_steps,
-        decay_ratio=0.0 if constant else None,
-        decay_type="linear" if constant else optimizer.decay,  # pyright: ignore[reportArgumentType]
-        min_lr_factor=optimizer.min_lr_factor,
-    )
 
 
 def _holds_first_copy(tensor: DTensor) -> bool:
