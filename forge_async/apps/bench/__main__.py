@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from forge_async.apps.arguments import Parser, path
-from forge_async.apps.bench import overlap, packing, rules, start, swaps, trl, weights
+from forge_async.apps.bench import deltas, overlap, packing, rules, start, swaps, trl, weights
 from forge_async.apps.bench.output import Report, print_table, write_json
 from forge_async.apps.bench.plan import Plan
 from forge_async.apps.exit import DONE, guarded_main
@@ -16,6 +16,7 @@ from forge_async.observe.run_directory import default_path
 
 BENCHES: dict[str, Callable[[Plan], Report]] = {
     "start": start.measure,
+    "deltas": deltas.measure,
     "overlap": overlap.measure,
     "packing": packing.measure,
     "rules": rules.measure,
@@ -26,6 +27,7 @@ BENCHES: dict[str, Callable[[Plan], Report]] = {
 """Name -> what measures; each module begins with what it shows."""
 ROUNDS_AND_STEPS = {
     "start": (3, 1),
+    "deltas": (5, 1),
     "overlap": (2, 40),
     "packing": (5, 1),
     "rules": (1, 1),
@@ -66,7 +68,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, action="append", default=[], help="trl: threads of TRL; repeatable")
     parser.add_argument("--trace", type=path, help="rules: a run's events.jsonl to play instead of the seeded trace")
     parser.add_argument("--only", default="", choices=("real", "simulated"), help="overlap: leave the other rows out")
-    parser.add_argument("--bytes", type=float, default=0.0, help="weights: bytes of the model, such as 1e9")
+    parser.add_argument("--bytes", type=float, default=0.0, help="weights, deltas: bytes of the model, such as 1e9")
     parser.add_argument("--tensors", type=int, action="append", default=[], help="weights: tensors in it; repeatable")
     options = parser.parse_intermixed_args(argv)
     counts = (*options.threads, *options.tensors)

@@ -10,13 +10,14 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from forge_async.actors.forge_actor import ActorHandle, ForgeActor
 from forge_async.actors.store_actor import StoreActor
+from forge_async.apps.bench.deltas import coding_rows
 from forge_async.apps.bench.output import Report
 from forge_async.apps.bench.plan import Plan
 from forge_async.apps.bench.weight_ends import End, Timing
@@ -52,8 +53,9 @@ class Workload:
 
 
 def measure(plan: Plan) -> Report:
-    """Move each model in each way, in turn."""
-    return asyncio.run(_measure(plan))
+    """Move each model in each way, in turn; then code what little of one changes."""
+    report = asyncio.run(_measure(plan))
+    return replace(report, rows=[*report.rows, *coding_rows(plan)])
 
 
 def workloads(num_bytes: float, tensors: Sequence[int]) -> list[Workload]:
@@ -208,4 +210,5 @@ NOTES = (
     f"{' and '.join(PER_TENSOR)} are given {MOST_TENSORS} tensors at most, and their rows count only those.",
     "gloo and memcpy keep nothing: no late reader, no old version beside the new one.",
     "The pause is the copy into a reader's parameters; an engine's own loading comes on top of it.",
+    "coding: a delta of bfloat16 weights on one core, by the share that changed; `bench deltas` has more of them.",
 )
