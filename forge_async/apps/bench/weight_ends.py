@@ -291,6 +291,7 @@ class FreshMemcpyCarrier(MemcpyCarrier):
 
 
 CARRIERS: dict[str, Callable[[Model, Any, Path], Carrier]] = {
+    "auto": PlaneCarrier,
     "shm": PlaneCarrier,
     "rpc": PlaneCarrier,
     "filesystem": PlaneCarrier,

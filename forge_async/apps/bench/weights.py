@@ -136,7 +136,8 @@ class Ends:
                 if number >= (2 if is_slow else WARM_UP_ROUNDS):
                     timings.append(timing)
         rows = [self._row(case) for case in self._timings]
-        return [_with_ratios(row, rows[0]) for row in rows]
+        best = {figure: max(row[figure] for row in rows if row["case"].startswith(OURS)) for figure in RATES}
+        return [_with_ratios(row, rows[0], best) for row in rows]
 
     @property
     def _pair(self) -> tuple[ActorHandle, ActorHandle]:
@@ -178,6 +179,7 @@ class Ends:
 
 
 PLANES = {
+    "auto": WeightsSettings(transport="auto", verify="none"),
     "shm": WeightsSettings(transport="shm", verify="none"),
     "shm/checksums": WeightsSettings(transport="shm"),
     "rpc": WeightsSettings(transport="rpc", verify="none"),
@@ -187,10 +189,17 @@ PLANES = {
 """Our own cases. Each has a store to itself: from a shared pool each would get memory that another has warmed."""
 
 
-def _with_ratios(row: dict[str, Any], limit: dict[str, Any]) -> dict[str, Any]:
-    return row | {
-        f"{which}_of_memcpy": row[f"{which}_gb_per_s"] / limit[f"{which}_gb_per_s"] for which in ("publish", "pull")
-    }
+OURS = ("auto/", "shm/", "rpc/", "filesystem/", "http/")
+"""What the names of rows of our own transports begin with."""
+RATES = ("publish_gb_per_s", "pull_gb_per_s")
+
+
+def _with_ratios(row: dict[str, Any], limit: dict[str, Any], best: Mapping[str, float]) -> dict[str, Any]:
+    """A row with its rates over the limit's; that of `auto` also over the best of our own transports."""
+    ratios = {f"{figure.partition('_')[0]}_of_memcpy": row[figure] / limit[figure] for figure in RATES}
+    if row["case"].startswith("auto/"):
+        ratios |= {f"{figure.partition('_')[0]}_of_best": row[figure] / best[figure] for figure in RATES}
+    return row | ratios
 
 
 async def _both(writing: Awaitable[Any], reading: Awaitable[Any]) -> tuple[Any, Any]:
