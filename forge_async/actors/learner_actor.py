@@ -23,7 +23,7 @@ from forge_async.learner.ports import StepResult
 from forge_async.learner.settings import CorrectionSettings, LearnerSettings, ObjectiveSettings, OptimizerSettings
 from forge_async.observe.process_stats import own_stats
 from forge_async.pipeline.ports import LearnerStep, Spans
-from forge_async.weights.manifest import Part
+from forge_async.weights.manifest import Manifest, Part
 from forge_async.weights.retention import Committed
 
 if TYPE_CHECKING:
@@ -154,7 +154,10 @@ class LearnerActor(ForgeActor):
 
     @concurrent_endpoint
     async def stage(self, version: PolicyVersion) -> None:
-        """Put this rank's shards of a snapshot into the store, and let go of the snapshot. Call on all ranks."""
+        """Put this rank's shards of a snapshot into the store, and let go of the snapshot. Call on all ranks.
+
+        A learner of one rank leaves it to `commit`, which then puts shards and manifest in one call to the store.
+        """
         await self._stage(version)
 
     @concurrent_endpoint
@@ -171,7 +174,7 @@ class LearnerActor(ForgeActor):
         await self._store.meet.call_one(str(version), rank, ranks)
         if rank != 0:
             return
-        await self._weights.commit(version, ranks)
+        await self._commit(version)
         await self._weights.retire_all_but(keep_versions)
 
     @concurrent_endpoint
@@ -182,7 +185,7 @@ class LearnerActor(ForgeActor):
     @concurrent_endpoint
     async def commit(self, version: PolicyVersion) -> Committed:
         """Make a version readable, after every rank has staged it. Called on one rank."""
-        manifest = await self._weights.commit(version, self._plan.learner.ranks)
+        manifest = await self._commit(version)
         return Committed(
             num_bytes=manifest.stored_bytes,
             needs=manifest.needs,
@@ -247,7 +250,13 @@ class LearnerActor(ForgeActor):
     async def _stage(self, version: PolicyVersion) -> None:
         if version not in self._snapshots:
             raise LearnerError(f"The learner has no snapshot of {version}: call snapshot after the step that makes it.")
-        await self._weights.stage(version, *self._snapshots.pop(version))
+        if self._plan.learner.ranks > 1:
+            await self._weights.stage(version, *self._snapshots.pop(version))
+
+    async def _commit(self, version: PolicyVersion) -> Manifest:
+        if version in self._snapshots:
+            return await self._weights.publish(version, *self._snapshots.pop(version))
+        return await self._weights.commit(version, self._plan.learner.ranks)
 
     def _build(self) -> None:
         from forge_async.backends.titan_learner import TitanLearner

@@ -44,6 +44,17 @@ class _Record:
     schema: int
 
 
+def _record(manifest: Manifest) -> _Record:
+    return _Record(
+        part_ids=manifest.layout.ids,
+        digests=manifest.digests,
+        kind=manifest.kind,
+        codings=manifest.codings,
+        deltas_follow=manifest.deltas_follow,
+        schema=manifest.schema,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadReport:
     """What the reading of a version took."""
@@ -99,6 +110,28 @@ class WeightPlane:
 
         The blob belongs to the plane from then on. With deltas it must not be memory that the store lent.
         """
+        staged, items = await self._staging(version, part, blob, whole=whole)
+        await self.store.put(items)
+        self._note_staged(version, part, blob, staged)
+
+    async def publish(self, version: PolicyVersion, part: Part, blob: Any) -> Manifest:
+        """Stage and commit a version of which one rank holds everything, in one call to the store.
+
+        Raises WeightsError when its shards do not form whole parameters.
+        """
+        if (part.id,) not in self._layouts:
+            self._layouts[part.id,] = build_layout(version, [part])
+        staged, items = await self._staging(version, part, blob)
+        manifest = self._manifest_of(version, self._layouts[part.id,], [staged])
+        await self.store.put(items | {f"{version}{MANIFEST}": _record(manifest)})
+        self._note_staged(version, part, blob, staged)
+        self._committed = version
+        return manifest
+
+    async def _staging(
+        self, version: PolicyVersion, part: Part, blob: Any, *, whole: bool = False
+    ) -> tuple[_StagedPart, dict[str, Any]]:
+        """What says how a part is stored, and all that is to be put for it, in order."""
         hashed = await asyncio.to_thread(digests, part, blob) if self._checksums else b""
         items: dict[str, Any] = {} if part.id in self._put_parts else {f"layout/{part.id}": part}
         coding, stream = (None, None) if whole else await self._delta(version, part, blob)
@@ -108,11 +141,13 @@ class WeightPlane:
         else:
             items[Wanted(part.rank, version, is_delta=True).key] = stream
         staged = _StagedPart(part_id=part.id, digests=hashed, coding=coding)
-        await self.store.put(items | {f"{version}/part/{part.rank}": staged})
+        return staged, items | {f"{version}/part/{part.rank}": staged}
+
+    def _note_staged(self, version: PolicyVersion, part: Part, blob: Any, staged: _StagedPart) -> None:
         self._put_parts.add(part.id)
         self._staged[part.rank] = (version, staged)
         if self._deltas is not None:
-            self._deltas.note(Published(version=version, part=part, blob=blob, chain=coding.chain))
+            self._deltas.note(Published(version=version, part=part, blob=blob, chain=staged.coding.chain))
 
     async def _delta(self, version: PolicyVersion, part: Part, blob: Any) -> tuple[Coding | None, Any]:
         """How to store a part as what changed, and the delta; nothing where it is better stored whole."""
@@ -162,26 +197,20 @@ class WeightPlane:
         """
         parts = await self._staged_parts(version, num_ranks)
         layout = await self._layout(version, tuple(part.part_id for part in parts))
-        codings = tuple(part.coding for part in parts)
-        manifest = Manifest(
+        manifest = self._manifest_of(version, layout, parts)
+        await self.store.put({f"{version}{MANIFEST}": _record(manifest)})
+        self._committed = version
+        return manifest
+
+    def _manifest_of(self, version: PolicyVersion, layout: Layout, parts: Sequence[_StagedPart]) -> Manifest:
+        return Manifest(
             version=version,
             layout=layout,
             digests=b"".join(part.digests for part in parts),
-            kind="delta" if any(coding.base for coding in codings) else "full",
-            codings=codings,
+            kind="delta" if any(part.coding.base for part in parts) else "full",
+            codings=tuple(part.coding for part in parts),
             deltas_follow=self._deltas is not None,
         )
-        record = _Record(
-            part_ids=layout.ids,
-            digests=manifest.digests,
-            kind=manifest.kind,
-            codings=codings,
-            deltas_follow=manifest.deltas_follow,
-            schema=manifest.schema,
-        )
-        await self.store.put({f"{version}{MANIFEST}": record})
-        self._committed = version
-        return manifest
 
     async def _staged_parts(self, version: PolicyVersion, num_ranks: int) -> list[_StagedPart]:
         """What each rank staged, in order of rank."""

@@ -42,8 +42,7 @@ class DeltaEnd(ForgeActor):
         version = PolicyVersion(step=step)
         memory = await self._plane.memory(self._packer.blob_bytes) if self._packer.blob_bytes else None
         begun, cpu = time.perf_counter(), time.process_time()
-        await self._plane.stage(version, *self._packer.pack(self._shards(), memory))
-        manifest = await self._plane.commit(version)
+        manifest = await self._plane.publish(version, *self._packer.pack(self._shards(), memory))
         took = {"publish_s": time.perf_counter() - begun, "publish_cpu_s": time.process_time() - cpu}
         await self._plane.retire_all_but(2)
         return took | {"bytes": manifest.num_bytes, "stored_bytes": manifest.stored_bytes}
