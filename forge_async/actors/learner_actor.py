@@ -173,7 +173,10 @@ class LearnerActor(ForgeActor):
 
     @concurrent_endpoint
     async def stage(self, version: PolicyVersion) -> None:
-        """Put this rank's shards of a snapshot into the store, and let go of the snapshot. Call on all ranks."""
+        """Put this rank's shards of a snapshot into the store, and let go of the snapshot. Call on all ranks.
+
+        A learner of one rank leaves it to `commit`, which then puts shards and manifest in one call to the store.
+        """
         await self._stage(version)
 
     @concurrent_endpoint
@@ -276,11 +279,14 @@ class LearnerActor(ForgeActor):
     async def _stage(self, version: PolicyVersion) -> None:
         if version not in self._snapshots:
             raise LearnerError(f"The learner has no snapshot of {version}: call snapshot after the step that makes it.")
-        await self._weights.stage(version, *self._snapshots.pop(version))
+        if self._plan.learner.ranks > 1:
+            await self._weights.stage(version, *self._snapshots.pop(version))
 
     async def _commit(self, version: PolicyVersion) -> Manifest:
         base = self._builds_on.get(version, "")
         self._builds_on = {each: on for each, on in self._builds_on.items() if each > version}
+        if version in self._snapshots:
+            return await self._weights.publish(version, *self._snapshots.pop(version), base)
         return await self._weights.commit(version, self._plan.learner.ranks, base)
 
     def _build(self) -> None:

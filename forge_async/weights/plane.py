@@ -45,6 +45,18 @@ class _Record:
     schema: int
 
 
+def _record(manifest: Manifest) -> _Record:
+    return _Record(
+        part_ids=manifest.layout.ids,
+        digests=manifest.digests,
+        kind=manifest.kind,
+        base=manifest.base,
+        codings=manifest.codings,
+        deltas_follow=manifest.deltas_follow,
+        schema=manifest.schema,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadReport:
     """What the reading of a version took."""
@@ -109,6 +121,29 @@ class WeightPlane:
 
         The blob belongs to the plane from then on. With deltas it must not be memory that the store lent.
         """
+        staged, items = await self._staging(version, part, blob, whole=whole)
+        await self.store.put(items)
+        self._note_staged(version, part, blob, staged)
+
+    async def publish(self, version: PolicyVersion, part: Part, blob: Any, base: str = "") -> Manifest:
+        """Stage and commit a version of which one rank holds everything, in one call to the store.
+
+        Raises WeightsError as `commit`, whose `base` this one is.
+        """
+        await self._check_base(version, base)
+        if (part.id,) not in self._layouts:
+            self._layouts[part.id,] = build_layout(version, [part])
+        staged, items = await self._staging(version, part, blob)
+        manifest = self._manifest_of(version, self._layouts[part.id,], [staged], base)
+        await self.store.put(items | {f"{version}{MANIFEST}": _record(manifest)})
+        self._note_staged(version, part, blob, staged)
+        self._committed = version
+        return manifest
+
+    async def _staging(
+        self, version: PolicyVersion, part: Part, blob: Any, *, whole: bool = False
+    ) -> tuple[_StagedPart, dict[str, Any]]:
+        """What says how a part is stored, and all that is to be put for it, in order."""
         hashed = await asyncio.to_thread(digests, part, blob) if self._checksums else b""
         items: dict[str, Any] = {} if part.id in self._put_parts else {f"layout/{part.id}": part}
         coding, stream = (None, None) if whole else await self._delta(version, part, blob)
@@ -118,11 +153,13 @@ class WeightPlane:
         else:
             items[Wanted(part.rank, version, is_delta=True).key] = stream
         staged = _StagedPart(part_id=part.id, digests=hashed, coding=coding)
-        await self.store.put(items | {f"{version}/part/{part.rank}": staged})
+        return staged, items | {f"{version}/part/{part.rank}": staged}
+
+    def _note_staged(self, version: PolicyVersion, part: Part, blob: Any, staged: _StagedPart) -> None:
         self._put_parts.add(part.id)
         self._staged[part.rank] = (version, staged)
         if self._deltas is not None:
-            self._deltas.note(Published(version=version, part=part, blob=blob, chain=coding.chain))
+            self._deltas.note(Published(version=version, part=part, blob=blob, chain=staged.coding.chain))
 
     async def _delta(self, version: PolicyVersion, part: Part, blob: Any) -> tuple[Coding | None, Any]:
         """How to store a part as what changed, and the delta; nothing where it is better stored whole."""
@@ -176,32 +213,28 @@ class WeightPlane:
         Raises WeightsError when a rank has not staged, when what they staged does not form whole parameters, or when
         the base is not readable.
         """
-        if base and not await self._is_ready(PolicyVersion.parse(base)):
-            raise WeightsError(f"{version} builds on {base}, which is not in the store; publish a whole version.")
+        await self._check_base(version, base)
         parts = await self._staged_parts(version, num_ranks)
         layout = await self._layout(version, tuple(part.part_id for part in parts))
-        codings = tuple(part.coding for part in parts)
-        manifest = Manifest(
+        manifest = self._manifest_of(version, layout, parts, base)
+        await self.store.put({f"{version}{MANIFEST}": _record(manifest)})
+        self._committed = version
+        return manifest
+
+    def _manifest_of(self, version: PolicyVersion, layout: Layout, parts: Sequence[_StagedPart], base: str) -> Manifest:
+        return Manifest(
             version=version,
             layout=layout,
             digests=b"".join(part.digests for part in parts),
-            kind="adapter" if base else "delta" if any(coding.base for coding in codings) else "full",
+            kind="adapter" if base else "delta" if any(part.coding.base for part in parts) else "full",
             base=base,
-            codings=codings,
+            codings=tuple(part.coding for part in parts),
             deltas_follow=self._deltas is not None,
         )
-        record = _Record(
-            part_ids=layout.ids,
-            digests=manifest.digests,
-            kind=manifest.kind,
-            base=base,
-            codings=codings,
-            deltas_follow=manifest.deltas_follow,
-            schema=manifest.schema,
-        )
-        await self.store.put({f"{version}{MANIFEST}": record})
-        self._committed = version
-        return manifest
+
+    async def _check_base(self, version: PolicyVersion, base: str) -> None:
+        if base and not await self._is_ready(PolicyVersion.parse(base)):
+            raise WeightsError(f"{version} builds on {base}, which is not in the store; publish a whole version.")
 
     async def _staged_parts(self, version: PolicyVersion, num_ranks: int) -> list[_StagedPart]:
         """What each rank staged, in order of rank."""

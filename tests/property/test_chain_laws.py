@@ -54,8 +54,13 @@ class Learner:
         for rank, plane in enumerate(self.planes):
             part, _ = self.packers[rank].pack(self.boxes(rank, weights_of(step, noise)))
             blob = await plane.memory(part.blob_bytes)
-            await plane.stage(version, *self.packers[rank].pack(self.boxes(rank, weights_of(step, noise)), blob))
-        manifest = await self.planes[0].commit(version, self.num_ranks)
+            packed = self.packers[rank].pack(self.boxes(rank, weights_of(step, noise)), blob)
+            if self.num_ranks > 1:
+                await plane.stage(version, *packed)
+            else:
+                manifest = await plane.publish(version, *packed)
+        if self.num_ranks > 1:
+            manifest = await self.planes[0].commit(version, self.num_ranks)
         self.retention.published(version, manifest.needs)
         return manifest
 

@@ -7,7 +7,19 @@ import sys
 from collections.abc import Callable, Sequence
 
 from forge_async.apps.arguments import Parser, path
-from forge_async.apps.bench import adapters, objectives, overlap, packing, reshard, rules, start, swaps, trl, weights
+from forge_async.apps.bench import (
+    adapters,
+    deltas,
+    objectives,
+    overlap,
+    packing,
+    reshard,
+    rules,
+    start,
+    swaps,
+    trl,
+    weights,
+)
 from forge_async.apps.bench.output import Report, print_table, write_json
 from forge_async.apps.bench.plan import Plan
 from forge_async.apps.exit import DONE, guarded_main
@@ -17,6 +29,7 @@ from forge_async.observe.run_directory import default_path
 BENCHES: dict[str, Callable[[Plan], Report]] = {
     "adapters": adapters.measure,
     "start": start.measure,
+    "deltas": deltas.measure,
     "objectives": objectives.measure,
     "overlap": overlap.measure,
     "packing": packing.measure,
@@ -30,6 +43,7 @@ BENCHES: dict[str, Callable[[Plan], Report]] = {
 ROUNDS_AND_STEPS = {
     "adapters": (8, 1),
     "start": (3, 1),
+    "deltas": (5, 1),
     "objectives": (2, 100),
     "overlap": (2, 40),
     "packing": (5, 1),
@@ -77,7 +91,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=10, help="objectives: paired seeds of S=2 and S=8 against S=0")
     parser.add_argument("--out", type=path, help="objectives: file of finished runs, to go on where it stopped")
     parser.add_argument("--jobs", type=int, default=0, help="objectives: runs at the same time; one for each core")
-    parser.add_argument("--bytes", type=float, default=0.0, help="weights: bytes of the model, such as 1e9")
+    parser.add_argument("--bytes", type=float, default=0.0, help="weights, deltas: bytes of the model, such as 1e9")
     parser.add_argument(
         "--tensors", type=int, action="append", default=[], help="weights, reshard: tensors in it; repeatable"
     )

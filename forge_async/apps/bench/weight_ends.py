@@ -145,9 +145,7 @@ class PlaneCarrier:
         self._blob = await store.reserve(self._packer.blob_bytes) if shared else None
 
     async def publish(self, version: int) -> None:
-        named = PolicyVersion(step=version)
-        await self._plane.stage(named, *self._packer.pack(self._shards, self._blob))
-        await self._plane.commit(named)
+        await self._plane.publish(PolicyVersion(step=version), *self._packer.pack(self._shards, self._blob))
 
     async def pull(self, version: int) -> float:
         async with self._plane.reading(PolicyVersion(step=version)) as (manifest, blobs):
@@ -291,6 +289,7 @@ class FreshMemcpyCarrier(MemcpyCarrier):
 
 
 CARRIERS: dict[str, Callable[[Model, Any, Path], Carrier]] = {
+    "auto": PlaneCarrier,
     "shm": PlaneCarrier,
     "rpc": PlaneCarrier,
     "filesystem": PlaneCarrier,

@@ -10,13 +10,14 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from forge_async.actors.forge_actor import ActorHandle, ForgeActor
 from forge_async.actors.store_actor import StoreActor
+from forge_async.apps.bench.deltas import coding_rows
 from forge_async.apps.bench.output import Report
 from forge_async.apps.bench.plan import Plan
 from forge_async.apps.bench.weight_ends import End, Timing
@@ -52,8 +53,9 @@ class Workload:
 
 
 def measure(plan: Plan) -> Report:
-    """Move each model in each way, in turn."""
-    return asyncio.run(_measure(plan))
+    """Move each model in each way, in turn; then code what little of one changes."""
+    report = asyncio.run(_measure(plan))
+    return replace(report, rows=[*report.rows, *coding_rows(plan)])
 
 
 def workloads(num_bytes: float, tensors: Sequence[int]) -> list[Workload]:
@@ -134,7 +136,8 @@ class Ends:
                 if number >= (2 if is_slow else WARM_UP_ROUNDS):
                     timings.append(timing)
         rows = [self._row(case) for case in self._timings]
-        return [_with_ratios(row, rows[0]) for row in rows]
+        best = {figure: max(row[figure] for row in rows if row["case"].startswith(OURS)) for figure in RATES}
+        return [_with_ratios(row, rows[0], best) for row in rows]
 
     @property
     def _pair(self) -> tuple[ActorHandle, ActorHandle]:
@@ -176,6 +179,7 @@ class Ends:
 
 
 PLANES = {
+    "auto": WeightsSettings(transport="auto", verify="none"),
     "shm": WeightsSettings(transport="shm", verify="none"),
     "shm/checksums": WeightsSettings(transport="shm"),
     "rpc": WeightsSettings(transport="rpc", verify="none"),
@@ -185,10 +189,17 @@ PLANES = {
 """Our own cases. Each has a store to itself: from a shared pool each would get memory that another has warmed."""
 
 
-def _with_ratios(row: dict[str, Any], limit: dict[str, Any]) -> dict[str, Any]:
-    return row | {
-        f"{which}_of_memcpy": row[f"{which}_gb_per_s"] / limit[f"{which}_gb_per_s"] for which in ("publish", "pull")
-    }
+OURS = ("auto/", "shm/", "rpc/", "filesystem/", "http/")
+"""What the names of rows of our own transports begin with."""
+RATES = ("publish_gb_per_s", "pull_gb_per_s")
+
+
+def _with_ratios(row: dict[str, Any], limit: dict[str, Any], best: Mapping[str, float]) -> dict[str, Any]:
+    """A row with its rates over the limit's; that of `auto` also over the best of our own transports."""
+    ratios = {f"{figure.partition('_')[0]}_of_memcpy": row[figure] / limit[figure] for figure in RATES}
+    if row["case"].startswith("auto/"):
+        ratios |= {f"{figure.partition('_')[0]}_of_best": row[figure] / best[figure] for figure in RATES}
+    return row | ratios
 
 
 async def _both(writing: Awaitable[Any], reading: Awaitable[Any]) -> tuple[Any, Any]:
@@ -208,4 +219,5 @@ NOTES = (
     f"{' and '.join(PER_TENSOR)} are given {MOST_TENSORS} tensors at most, and their rows count only those.",
     "gloo and memcpy keep nothing: no late reader, no old version beside the new one.",
     "The pause is the copy into a reader's parameters; an engine's own loading comes on top of it.",
+    "coding: a delta of bfloat16 weights on one core, by the share that changed; `bench deltas` has more of them.",
 )

@@ -4,9 +4,10 @@ import json
 import sys
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
-from forge_async.apps.bench import overlap, reshard, simulated, start, swaps, trl, weights
+from forge_async.apps.bench import deltas, overlap, reshard, simulated, start, swaps, trl, weights
 from forge_async.apps.bench.__main__ import BENCHES, ROUNDS_AND_STEPS, main, parse
 from forge_async.apps.bench.figures import (
     Stages,
@@ -313,3 +314,29 @@ def test_the_figures_of_a_swap_mode_leave_out_the_first_steps_and_end_with_the_r
     assert (found["recomputed_tokens"], found["generated_tokens"]) == (6, 100)
     assert found["reward_last"] == pytest.approx(sum(range(11, 21)) / 200)
     assert found["staleness_max"] == 2 and found["step_s"] == 1.0
+
+
+def test_the_entropy_bound_counts_which_elements_changed_and_by_how_much():
+    old = np.zeros(1024, dtype=np.uint16)
+    new = old.copy()
+    assert deltas.entropy_bytes(old, new) == 0
+    new[:512:2], new[1:512:2] = 1, 65535  # half of them, by one unit up or down
+    assert deltas.entropy_bytes(old, new) == pytest.approx((1024 + 512) / 8)
+    assert deltas.entropy_bytes(old, old + 1) == 0, "all by the same: nothing is left to tell"
+
+
+def test_coding_a_small_change_is_near_the_bound_and_twenty_times_smaller():
+    for row, rate in zip(deltas._coding_rows(1 << 22, rounds=1), deltas.RATES, strict=True):
+        assert row["case"] == f"coding/{rate:.1%}"
+        assert row["changed_fraction"] == pytest.approx(rate, rel=0.1)
+        assert row["over_entropy_bound"] < 1.5
+        assert row["times_smaller"] > (20 if rate <= 0.015 else 10)
+
+
+def test_batches_are_running_text_of_one_size():
+    source = deltas.batches(lambda text: np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32))
+    batches = [next(source) for _ in range(20)]
+    assert all(each.lengths.tolist() == [deltas.SAMPLE_TOKENS] * deltas.NUM_SAMPLES for each in batches)
+    assert all(int(each.loss_mask.sum()) == each.num_tokens - deltas.NUM_SAMPLES for each in batches)
+    text = "".join(bytes(each.token_ids.astype(np.uint8)).decode() for each in batches)
+    assert text.count(" the ") > 20

@@ -186,3 +186,30 @@ async def test_the_same_adapters_on_another_base_have_another_fingerprint():
         await publish_adapter(plane, 5, base)
         found.append((await read(WeightPlane(plane.store), PolicyVersion(step=5)))[0].fingerprint)
     assert found[0] != found[1]
+
+
+async def test_one_rank_alone_publishes_in_one_call_shards_before_the_manifest():
+    store = MemoryStore()
+    plane = WeightPlane(store)
+    [(part, blob)] = parts_of(4, num_ranks=1)
+    puts = []
+    put = store.put
+
+    async def counted(items):
+        puts.append(list(items))
+        await put(items)
+
+    store.put = counted
+    version = PolicyVersion(step=4)
+    published = await plane.publish(version, part, blob)
+    assert puts == [[f"layout/{part.id}", f"{version}/shard/0", f"{version}/part/0", f"{version}/manifest"]]
+    manifest, blobs = await read(WeightPlane(store), version)
+    assert (manifest, blobs[0].tolist()) == (published, blob.tolist())
+
+
+async def test_one_rank_that_does_not_hold_everything_cannot_publish_alone():
+    store = MemoryStore()
+    part, blob = parts_of(4)[0]
+    with pytest.raises(WeightsError, match="the shards of w hold 4 elements in boxes that do not tile its 8"):
+        await WeightPlane(store).publish(PolicyVersion(step=4), part, blob)
+    assert store.data == {}
