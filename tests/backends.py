@@ -17,6 +17,13 @@ def vllm_engine(folder: str) -> Any:
     return VllmEngine(folder, settings, PolicyVersion())
 
 
+def vllm_engine_on_two_ranks(folder: str, scratch: str) -> Any:
+    """The same, its model on two tensor-parallel ranks; weights reach them through a store in the folder `scratch`."""
+    from tests.ranks import EngineOnRanks
+
+    return EngineOnRanks(folder, scratch)
+
+
 def titan_learner(
     folder: str,
     port: int,

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import logging
+import os
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from forge_async.actors.forge_actor import ActorHandle, ForgeActor, concurrent_endpoint
+from forge_async.actors.engine_ranks import OwnRanks
+from forge_async.actors.forge_actor import ActorHandle, ForgeActor, Hosts, concurrent_endpoint
 from forge_async.core.clock import within
 from forge_async.core.errors import PolicyError
 from forge_async.core.versions import PolicyVersion
@@ -30,6 +34,12 @@ if TYPE_CHECKING:
     from forge_async.weights.plane import WeightPlane
 
 
+log = logging.getLogger(__name__)
+
+LAST_WORDS_S = 0.5
+"""Between the news of a rank's death and the end of its replica, for the answers to leave."""
+
+
 class PolicyActor(ForgeActor):
     """Serves tokens of the newest version that it has pulled whole."""
 
@@ -43,10 +53,12 @@ class PolicyActor(ForgeActor):
         seed: int = 0,
         store: ActorHandle | None = None,
         swap: str = "keep_kv",
+        hosts: Hosts | None = None,
     ) -> None:
         """With a store, it begins with the newest version that is readable there; without, `connect` and `pull`.
 
         Args:
+            hosts: where the ranks of its engine run, if there are several, and what their processes get; None: here.
             swap: what happens to requests in flight when weights arrive, a name of `policy.swap.MODES`.
         """
         self._name, self._model_folder = name, model_folder
@@ -62,24 +74,41 @@ class PolicyActor(ForgeActor):
         self._numbers = itertools.count()
         self._plane: WeightPlane | None = None
         self._unpacker = Unpacker(shared=False)
+        self._hosts = hosts
+        self._ranks: OwnRanks | None = None
+        """The processes that hold the engine's model together; None when this one holds all of it."""
+        self._watching: asyncio.Task[None] | None = None
         self._built: dict[str, float] = {}
         self._num_preemptions = 0
         """Of the engine, when `stats` was last asked."""
 
     async def setup(self) -> None:
+        if self._policy.tensor_parallel > 1:
+            gpus = tuple(int(each) for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each)
+            self._ranks = await OwnRanks.start(self._name, self._policy, self._hosts, gpus)
+            self._watching = asyncio.create_task(self._end_with_ranks(self._ranks.handle))
         await self._service.start()
         if self._store is not None:
-            self._join(await self._store.handle.call_one())
+            await self._join(await self._store.handle.call_one())
             await self._catch_up()
 
     async def teardown(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         await self._service.close()
+        if self._ranks is not None:
+            await self._ranks.close()
 
     @concurrent_endpoint
     async def connect(self, store_handle: bytes) -> dict[str, float]:
         """Join the weight store; returns how long the parts of the start took, in seconds by name."""
-        self._join(store_handle)
+        await self._join(store_handle)
         return self._built
+
+    @concurrent_endpoint
+    async def ranks(self) -> ActorHandle | None:
+        """The ranks of its engine, to be watched; None when it has just one, which is this process."""
+        return None if self._ranks is None else self._ranks.handle
 
     @concurrent_endpoint
     async def generate(self, requests: Sequence[GenerationRequest], min_step: int = 0) -> list[GenerationResult]:
@@ -167,9 +196,11 @@ class PolicyActor(ForgeActor):
             num_preemptions=preempted,
         )
 
-    def _join(self, store_handle: bytes) -> None:
+    async def _join(self, store_handle: bytes) -> None:
         from forge_async.backends.weight_stores import open_plane
 
+        if self._ranks is not None:
+            await self._ranks.connect(store_handle)
         self._plane = open_plane(store_handle)
         self._unpacker = Unpacker(shared=self._plane.store.transport.is_shared)
 
@@ -200,22 +231,43 @@ class PolicyActor(ForgeActor):
         started_s, begun = time.time(), time.perf_counter()
         plane = self._connected
         # One pull at a time, which the service sees to: they unpack into the same memory.
-        async with self._service.pulling(), plane.reading(version) as (manifest, blobs):
-            weights = await asyncio.to_thread(self._unpacker.unpack, manifest, blobs)
+        async with self._service.pulling(), self._fetched(version) as (manifest, weights, copied_bytes):
             fetch_s = time.perf_counter() - begun
             swap = await self._service.swap(weights, version, self._fingerprint_check(manifest))
         self._served = version
-        fetched = 0 if plane.store.transport.is_shared else manifest.num_bytes
         return Pull(
             version=version,
             fetch_s=fetch_s,
             pause_s=swap.pause_s,
             num_bytes=manifest.num_bytes,
-            held_bytes=fetched + sum(shard.num_bytes for shard in manifest.shards if not shard.is_whole),
+            held_bytes=copied_bytes,
             started_s=started_s,
             swap=swap,
             transport=plane.store.transport.name,
         )
+
+    @asynccontextmanager
+    async def _fetched(self, version: PolicyVersion) -> AsyncIterator[tuple[Manifest, dict[str, Any] | None, int]]:
+        """A version's manifest, its weights, None when the engine's ranks have them, and the bytes held for them
+        beside the store's."""
+        plane = self._connected
+        is_shared = plane.store.transport.is_shared
+        if self._ranks is not None:
+            async with self._ranks.fetched(version, plane) as (manifest, num_bytes):
+                yield manifest, None, 0 if is_shared else num_bytes
+            return
+        async with plane.reading(version) as (manifest, blobs):
+            cut = sum(shard.num_bytes for shard in manifest.shards if not shard.is_whole)
+            weights = await asyncio.to_thread(self._unpacker.unpack, manifest, blobs)
+            yield manifest, weights, cut + (0 if is_shared else manifest.num_bytes)
+
+    async def _end_with_ranks(self, ranks: ActorHandle) -> None:
+        """When a rank dies, tell all who wait, then end: a replica lives and dies as one."""
+        error = await ranks.watch.wait_for_death()
+        log.error("%s ends: %s", self._name, error)
+        self._service.fail(error)
+        await asyncio.sleep(LAST_WORDS_S)
+        os._exit(1)
 
     def _fingerprint_check(self, manifest: Manifest) -> Callable[[Engine], None] | None:
         if self._weights.verify == "none":
@@ -226,7 +278,7 @@ class PolicyActor(ForgeActor):
     def _build_engine(self) -> Engine:
         from forge_async.backends.vllm_engine import VllmEngine
 
-        engine = VllmEngine(self._model_folder, self._policy, self._start_version, self._seed)
+        engine = VllmEngine(self._model_folder, self._policy, self._start_version, self._seed, self._ranks)
         self._built = {"import_s": engine.import_s, "build_s": engine.build_s}
         # What start-up left behind stays for good: without this the collector walks it every few engine steps.
         gc.collect()

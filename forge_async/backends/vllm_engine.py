@@ -12,15 +12,16 @@ Facts that shape this file, measured on vLLM 0.32:
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from forge_async.backends.hf_renderer import HfRenderer
 from forge_async.backends.vllm_inside import Inside
+from forge_async.backends.vllm_process import prepare
+from forge_async.backends.vllm_rank_weights import RankWeights, build_on_ranks
 from forge_async.core import kept_sets
 from forge_async.core.errors import PolicyError, WeightsError
 from forge_async.core.packages import require
@@ -30,17 +31,8 @@ from forge_async.policy.ports import GenerationRequest, GenerationResult, Occupa
 from forge_async.policy.settings import PolicySettings
 from forge_async.policy.stop_strings import StopWatcher
 
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-}
-CPU_ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    # vLLM compiles one function of its sampler even in eager mode, which costs half a minute on a cold machine.
-    "TORCHDYNAMO_DISABLE": "1",
-}
+if TYPE_CHECKING:
+    from forge_async.backends.vllm_executor import Ranks
 
 TIED_TOKENS = 16
 """Room in a kept set beside top_k: where tokens share the k-th place, vLLM keeps all of them (on a CPU; on a GPU k)."""
@@ -49,7 +41,14 @@ TIED_TOKENS = 16
 class VllmEngine:
     """One vLLM engine. Built on, and used from, a single thread."""
 
-    def __init__(self, model_folder: str, settings: PolicySettings, version: PolicyVersion, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model_folder: str,
+        settings: PolicySettings,
+        version: PolicyVersion,
+        seed: int = 0,
+        ranks: Ranks | None = None,
+    ) -> None:
         """Build the engine with weights of no meaning; `load` brings the first real ones.
 
         Args:
@@ -57,27 +56,24 @@ class VllmEngine:
             settings: sizes and dtype.
             version: what is stamped until the first load.
             seed: of draws whose request names none.
+            ranks: the processes that hold the model together; None: this one holds all of it.
         """
         begun = time.perf_counter()
         require("vllm", feature="the policy engine")
-        import torch
-
-        on_cpu = not torch.cuda.is_available()
-        os.environ.update(ENVIRONMENT)
-        if on_cpu:
-            os.environ.update({k: v for k, v in CPU_ENVIRONMENT.items() if not (settings.compile and "DYNAMO" in k)})
+        on_cpu = prepare(settings.compile)
         from vllm import EngineArgs, LLMEngine
         from vllm.exceptions import VLLMError
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         self.import_s = time.perf_counter() - begun
-        if on_cpu:
-            import vllm._custom_ops as custom_ops
-
-            custom_ops._supports_onednn = False
         self._params_class, self._final_only = SamplingParams, RequestOutputKind.FINAL_ONLY
         self._refusals = (ValueError, VLLMError)
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**_arguments(model_folder, settings, seed, on_cpu)))
+        arguments = _arguments(model_folder, settings, seed, on_cpu)
+        self._ranks: RankWeights | None = None
+        if ranks is None:
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        else:
+            self._engine, self._ranks = build_on_ranks(ranks, arguments)
         self.build_s = time.perf_counter() - begun - self.import_s
         self._inside = Inside(self._engine)
         self._folder = model_folder
@@ -122,13 +118,11 @@ class VllmEngine:
     def num_unfinished(self) -> int:
         return self._engine.get_num_unfinished_requests() + len(self._finished)
 
-    def load(self, weights: Mapping[str, Any], version: PolicyVersion, *, keep_kv: bool = True) -> int:
-        self._refuse_misfits(weights, version)
-        items = list(weights.items())
+    def load(self, weights: Mapping[str, Any] | None, version: PolicyVersion, *, keep_kv: bool = True) -> int:
+        if self._ranks is None:
+            self._refuse_misfits(weights or {}, version)
         try:
-            self._engine.collective_rpc(
-                lambda worker: len(worker.get_model().load_weights(iter(items)))  # pyright: ignore[reportCallIssue]
-            )
+            self._write(weights)
         except Exception as error:
             self._torn = f"the load of {version} broke off ({error})"
             raise
@@ -138,7 +132,19 @@ class VllmEngine:
         self._inside.salt_anew(self._salt)
         return num_dropped
 
+    def _write(self, weights: Mapping[str, Any] | None) -> None:
+        if self._ranks is not None:
+            self._ranks.load()
+            return
+        items = list((weights or {}).items())
+        self._engine.collective_rpc(
+            lambda worker: len(worker.get_model().load_weights(iter(items)))  # pyright: ignore[reportCallIssue]
+        )
+
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+        if self._ranks is not None:
+            yield from self._ranks.read(names)
+            return
         model = self._model()
         parameters = dict(model.named_parameters())
         for name in names:

@@ -7,7 +7,7 @@ changes. What all versions share is under `layout/<id>`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from forge_async.core.versions import PolicyVersion
 from forge_async.weights.manifest import SCHEMA, Layout, Manifest, Part, build_layout
 from forge_async.weights.packing import check_blob, digests
 from forge_async.weights.ports import WeightStore
+from forge_async.weights.reshard import TransferPlan
 
 MANIFEST, SHARD = "/manifest", "/shard/"
 
@@ -109,19 +110,31 @@ class WeightPlane:
         return Manifest(version=version, layout=layout, digests=record.digests, kind=record.kind)
 
     @asynccontextmanager
-    async def reading(self, version: PolicyVersion) -> AsyncIterator[_Held]:
+    async def reading(
+        self, version: PolicyVersion, plan_for: Callable[[Layout], TransferPlan] | None = None
+    ) -> AsyncIterator[_Held]:
         """Enter to have a version's manifest and the blob of each rank, checked against the manifest's digests.
 
         The blobs may be the store's own memory, to be used until the exit and never written to.
-        Raises WeightsError when the version is not there, is retired meanwhile, or arrived damaged.
+
+        Args:
+            plan_for: the plan of a reader that holds a part of the model; blobs out of which it copies nothing are not
+                fetched, and shards that it does not touch not looked at.
+
+        Raises WeightsError when the version is not there, is retired meanwhile, or arrived damaged, and what `plan_for`
+        raises.
         """
         async with AsyncExitStack() as stack:
-            manifest, blobs = await self._read_at_once(stack, version) or await self._read_in_two(stack, version)
+            held = await self._read_at_once(stack, version, plan_for) or await self._read_in_two(
+                stack, version, plan_for
+            )
+            manifest, blobs = held
             if self._checksums:
-                await asyncio.to_thread(_check_all, manifest, blobs)
+                shards = None if plan_for is None else plan_for(manifest.layout).shards
+                await asyncio.to_thread(_check_all, manifest, blobs, shards)
             yield manifest, blobs
 
-    async def _read_at_once(self, stack: AsyncExitStack, version: PolicyVersion) -> _Held | None:
+    async def _read_at_once(self, stack: AsyncExitStack, version: PolicyVersion, plan_for: Any) -> _Held | None:
         """Ask for the manifest together with the blobs that it names if it is like the last one; None if it is not."""
         if (ranks := self._ranks) is None:
             return None
@@ -131,17 +144,17 @@ class WeightPlane:
         except KeyError:
             return None
         manifest = await self._manifest(version, record)
-        return (manifest, dict(zip(ranks, blobs, strict=True))) if manifest.ranks == ranks else None
+        return (manifest, dict(zip(ranks, blobs, strict=True))) if _ranks(manifest, plan_for) == ranks else None
 
-    async def _read_in_two(self, stack: AsyncExitStack, version: PolicyVersion) -> _Held:
+    async def _read_in_two(self, stack: AsyncExitStack, version: PolicyVersion, plan_for: Any) -> _Held:
         manifest = await self.manifest(version)
-        self._ranks = manifest.ranks
-        held = self.store.reading([f"{version}{SHARD}{rank}" for rank in manifest.ranks])
+        self._ranks = ranks = _ranks(manifest, plan_for)
+        held = self.store.reading([f"{version}{SHARD}{rank}" for rank in ranks])
         try:
             blobs = await stack.enter_async_context(held)
         except KeyError as error:
             raise WeightsError(f"{version} was retired while it was read; pull a newer one.") from error
-        return manifest, dict(zip(manifest.ranks, blobs, strict=True))
+        return manifest, dict(zip(ranks, blobs, strict=True))
 
     async def retire(self, version: PolicyVersion) -> None:
         """Delete a version, and whatever older one was staged and never committed. Unknown versions are ignored."""
@@ -173,6 +186,11 @@ def unfinished(keys: Sequence[str], before: PolicyVersion) -> set[PolicyVersion]
     return {version for version in staged - whole if version.policy == before.policy and version < before}
 
 
-def _check_all(manifest: Manifest, blobs: dict[int, Any]) -> None:
+def _ranks(manifest: Manifest, plan_for: Callable[[Layout], TransferPlan] | None) -> tuple[int, ...]:
+    """Whose blobs a reader needs."""
+    return manifest.ranks if plan_for is None else plan_for(manifest.layout).ranks
+
+
+def _check_all(manifest: Manifest, blobs: dict[int, Any], shards: Collection[int] | None) -> None:
     for rank, blob in blobs.items():
-        check_blob(manifest, rank, blob)
+        check_blob(manifest, rank, blob, shards)

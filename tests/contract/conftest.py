@@ -29,13 +29,31 @@ def engine_child(tmp_path_factory):
     made.close()
 
 
-@pytest.fixture(scope="session", params=["fake", pytest.param("vllm", marks=pytest.mark.stack)])
+@pytest.fixture(scope="session")
+def ranks_child(tmp_path_factory):
+    """The process of an engine whose model lies on two ranks, which are processes of their own."""
+    made = Child(tmp_path_factory.mktemp("ranks") / "log", timeout_s=400)
+    yield made
+    made.close()
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        "fake",
+        pytest.param("vllm", marks=pytest.mark.stack),
+        pytest.param("vllm_on_two_ranks", marks=[pytest.mark.stack, pytest.mark.long]),
+    ],
+)
 def engine_subject(request, tmp_path_factory):
     """An engine, two sets of weights for it, and what a reference computes with them."""
     if request.param == "fake":
         return FakeSubject()
     folders = [without_end(make_model(tmp_path_factory.mktemp(f"model{seed}"), "qwen3", seed)) for seed in (0, 1)]
-    return VllmSubject(request.getfixturevalue("engine_child"), folders)
+    if request.param == "vllm":
+        return VllmSubject(request.getfixturevalue("engine_child"), folders)
+    scratch = tmp_path_factory.mktemp("store") / "weights"
+    return VllmSubject(request.getfixturevalue("ranks_child"), folders, scratch=scratch)
 
 
 @pytest.fixture
