@@ -82,12 +82,13 @@ async def test_ranks_serve_what_was_published_and_end_with_the_first_that_dies(f
     assert served.step == 2 and scored == pytest.approx(Reference(folders[0]).logprobs(PROMPT), abs=1e-4)
 
     waiting = asyncio.ensure_future(policy.generate.call_one([request("a", n=16, tokens=120)]))
+    dying = asyncio.ensure_future(ranks.watch.wait_for_death())
     await asyncio.sleep(0.3)
     begun = time.monotonic()
     os.kill(ranks.pids[1], signal.SIGKILL)
     with pytest.raises(ForgeError, match=rf"{NAME}.*(pid {ranks.pids[1]}|pid {policy.pids[0]})"):
         await asyncio.wait_for(waiting, 5)
-    death = await asyncio.wait_for(ranks.watch.wait_for_death(), 5)
+    death = await asyncio.wait_for(dying, 5)
     assert f"pid {ranks.pids[1]}" in str(death) and "SIGKILL" in str(death)
     await asyncio.wait_for(policy.watch.wait_for_death(), 5)
     assert time.monotonic() - begun < 5

@@ -5,8 +5,9 @@ import torch
 
 from forge_async.core.errors import WeightsError
 from forge_async.core.versions import PolicyVersion
-from forge_async.weights.packing import LocalShard, Packer
+from forge_async.weights.packing import LocalShard, Packer, Transfer
 from forge_async.weights.plane import WeightPlane
+from forge_async.weights.reshard import Wanted
 from tests.fakes import MemoryStore
 
 
@@ -144,3 +145,23 @@ async def test_without_checksums_nothing_is_hashed_or_compared():
     store.data[f"{version}/shard/1"][0] ^= 1
     manifest, _ = await read(plane, version)
     assert manifest.digests == b""
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_reader_of_a_part_fetches_and_looks_at_nothing_else(times):
+    """Once when nothing is known of the version before, and once more as its successor."""
+    store = MemoryStore()
+    plane, reader = WeightPlane(store), WeightPlane(store)
+    second_row = Wanted(name="w", dtype="int64", global_shape=(2, 4), offsets=(1, 1), shape=(1, 3))
+    transfer = Transfer([second_row], shared=False)
+    for step in range(times):
+        version = await publish(plane, step)
+        store.data[f"{version}/shard/0"][0] ^= 1
+        async with reader.reading(version, transfer.plan_for) as (_, blobs):
+            assert blobs.keys() == {1}
+            [source] = transfer.sources(blobs)
+            assert torch.equal(source, torch.full((1, 3), step))
+    store.data[f"{version}/shard/1"][0] ^= 1
+    with pytest.raises(WeightsError, match="w arrived damaged"):
+        async with reader.reading(version, transfer.plan_for):
+            pass
