@@ -8,9 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# A busy machine takes longer over an example: how fast something is belongs in `bench`, not in a test.
+settings.register_profile("without-deadlines", deadline=None)
+settings.load_profile("without-deadlines")
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ import numpy as np
 
 from forge_async.core import kept_sets
 from forge_async.core.clock import within
-from forge_async.core.errors import NonFiniteError, PolicyError, WeightsError
+from forge_async.core.errors import LearnerError, NonFiniteError, PolicyError, WeightsError
 from forge_async.core.records import Completions, Prompt, PromptId
 from forge_async.core.versions import PolicyVersion, VersionRuns
 from forge_async.learner.batch import Share
@@ -29,6 +29,7 @@ from forge_async.policy.ports import GenerationRequest, GenerationResult, Occupa
 from forge_async.policy.service import ServiceStats
 from forge_async.reward.ports import RewardCall, RewardFault, RewardOutcome
 from forge_async.weights.manifest import Part
+from forge_async.weights.retention import Committed
 from forge_async.weights.transports import Transport
 
 TABLE = "table.weight"
@@ -146,7 +147,7 @@ class FakeEngine:
             logprobs = log_softmax(self.table[row.last])
             token = int(np.argmax(logprobs))
         row.tokens.append(token)
-        if sampling.leaves_out:
+        if sampling.records_kept_sets:
             order = np.argsort(-logprobs, kind="stable")
             row.kept_sets.append(kept_sets.from_logprobs(order[None], logprobs[order][None], is_whole=True))
         row.logprobs.append(float(logprobs[token]))
@@ -240,6 +241,15 @@ class FakeLearner:
         folder.mkdir(parents=True, exist_ok=True)
         save_file({TABLE: torch.from_numpy(self.table.copy())}, folder / "model.safetensors")
 
+    def save_state(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        np.save(folder / "table.npy", self.table)
+
+    def restore(self, folder: Path, version: PolicyVersion) -> None:
+        if not (folder / "table.npy").exists():
+            raise LearnerError(f"The checkpoint in {folder} cannot be read; delete its folder to go on without it.")
+        self.table, self.version = np.load(folder / "table.npy"), version
+
     def digest(self) -> str:
         head = f"{TABLE} torch.float32 {self.table.shape}".encode()
         return hashlib.sha256(head + self.table.tobytes()).hexdigest()
@@ -261,7 +271,6 @@ class MemoryStore:
         survives_members=True,
         cross_host=False,
         is_shared=False,
-        medium="a dictionary of this process",
     )
 
     def __init__(self, crash_after: int | None = None) -> None:
@@ -404,11 +413,11 @@ class FakeAdmission:
 class FakeReplay:
     """Admission in order under the bound of Law 2 with W = 1, batches of the oldest P groups; waits end after 5 s."""
 
-    def __init__(self, groups_per_step: int, max_staleness: int) -> None:
+    def __init__(self, groups_per_step: int, max_staleness: int, first_step: int = 0) -> None:
         self._groups_per_step, self._max_staleness = groups_per_step, max_staleness
         self._changed = asyncio.Condition()
         self._serves: dict[str, int] = {}
-        self._num_admitted, self._closed = 0, False
+        self._num_admitted, self._closed = first_step * groups_per_step, False
         self._made: dict[int, int] = {}
         """Version of the oldest token of each group that is made and not taken."""
         self.taken: dict[int, list[int]] = {}
@@ -487,13 +496,16 @@ class FakeReplay:
 class FakeLearnerMesh:
     """All learner ranks as one: takes batches from the fake replay; `fail_at` makes that step raise."""
 
-    def __init__(self, replay: FakeReplay, fail_at: int | None = None) -> None:
+    def __init__(self, replay: FakeReplay, fail_at: int | None = None, version: PolicyVersion | None = None) -> None:
         self._replay, self._fail_at = replay, fail_at
-        self.version = PolicyVersion()
+        self.version = version or PolicyVersion()
         self._snapshots: set[PolicyVersion] = set()
         self.store: list[PolicyVersion] = []
         """Readable versions."""
         self.retired: list[PolicyVersion] = []
+        self.deltas = False
+        """Whether versions after the first are deltas to it."""
+        self.restaged: list[PolicyVersion] = []
 
     async def step(self, step: int, snapshot: bool) -> list[LearnerStep]:
         assert step == self.version.step
@@ -513,9 +525,15 @@ class FakeLearnerMesh:
     async def stage(self, version: PolicyVersion) -> None:
         self._snapshots.remove(version)
 
-    async def commit(self, version: PolicyVersion) -> int:
-        self.store.append(version)
-        return 8
+    async def restage(self, version: PolicyVersion) -> None:
+        self.restaged.append(version)
+
+    async def commit(self, version: PolicyVersion) -> Committed:
+        whole = version in self.restaged or not self.deltas or not self.store
+        self.store = [*(each for each in self.store if each != version), version]
+        if whole:
+            return Committed(num_bytes=8)
+        return Committed(num_bytes=2, needs=frozenset(self.store[:1]), num_elements=4, num_changed=1)
 
     async def retire(self, version: PolicyVersion) -> None:
         self.store.remove(version)
@@ -526,6 +544,9 @@ class FakeLearnerMesh:
 
     async def save(self, folder: str) -> None:
         Path(folder).mkdir(parents=True)  # noqa: ASYNC240
+
+    async def save_state(self, folder: str) -> None:
+        Path(folder).mkdir()  # noqa: ASYNC240
 
     async def digest(self) -> str:
         return "0" * 64

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import dataclasses
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,7 +24,7 @@ from forge_async.policy.settings import PolicySettings
 if TYPE_CHECKING:
     from forge_async.backends.vllm_rank import VllmRank
     from forge_async.weights.manifest import Manifest
-    from forge_async.weights.plane import WeightPlane
+    from forge_async.weights.plane import ReadReport, WeightPlane
     from forge_async.weights.reshard import Wanted
 
 T = TypeVar("T")
@@ -69,15 +70,17 @@ class EngineRank(ForgeActor):
         from forge_async.backends.weight_stores import open_plane
 
         self._plane = open_plane(store_handle)
+        self._plane.plan_for = self._model.plan_for
         self._model.fetch_as(shared=self._plane.store.transport.is_shared)
 
     @concurrent_endpoint
-    async def fetch(self, version: PolicyVersion) -> int:
-        """Hold a version, this rank's slices of it, until `release`; returns the bytes that `load` will copy."""
+    async def fetch(self, version: PolicyVersion) -> ReadReport:
+        """Hold a version, this rank's slices of it, until `release`; returns what that took."""
         assert self._plane is not None, "fetched before it was connected"
         await self._fetched.aclose()
-        manifest, blobs = await self._fetched.enter_async_context(self._plane.reading(version, self._model.plan_for))
-        return await asyncio.to_thread(self._model.stage, manifest, blobs)
+        manifest, blobs = await self._fetched.enter_async_context(self._plane.reading(version))
+        await asyncio.to_thread(self._model.stage, manifest, blobs)
+        return self._plane.last_read
 
     @concurrent_endpoint
     async def release(self) -> None:
@@ -143,11 +146,11 @@ class OwnRanks:
         await self.handle.connect.call(store_handle, timeout_s=CALL_TIMEOUT_S)
 
     @asynccontextmanager
-    async def fetched(self, version: PolicyVersion, plane: WeightPlane) -> AsyncIterator[tuple[Manifest, int]]:
-        """Around a load: every rank has its slices of a version at hand. Gives its manifest and the bytes fetched."""
+    async def fetched(self, version: PolicyVersion, plane: WeightPlane) -> AsyncIterator[tuple[Manifest, ReadReport]]:
+        """Around a load: every rank has its slices of a version at hand. Gives its manifest and what it took."""
         manifest = await plane.manifest(version)
         try:
-            yield manifest, sum(await self.handle.fetch.call(version))
+            yield manifest, _together(await self.handle.fetch.call(version))
         finally:
             self.handle.release.broadcast()
 
@@ -176,3 +179,14 @@ class OwnRanks:
     async def close(self) -> None:
         """End the processes."""
         await self.handle.shutdown()
+
+
+def _together(reads: Sequence[ReadReport]) -> ReadReport:
+    """What all ranks together read and hold, and the first damage that one of them found."""
+    first = reads[0]
+    return dataclasses.replace(
+        first,
+        num_bytes=sum(read.num_bytes for read in reads),
+        own_bytes=sum(read.own_bytes for read in reads),
+        damage=next((read.damage for read in reads if read.damage), ""),
+    )

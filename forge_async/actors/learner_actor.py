@@ -16,14 +16,16 @@ import numpy as np
 from forge_async.actors.forge_actor import ActorHandle, ForgeActor, concurrent_endpoint
 from forge_async.core.errors import ForgeError, LearnerError, one_sentence
 from forge_async.core.records import Samples
+from forge_async.core.user_code import absolute_reference
 from forge_async.core.versions import PolicyVersion
 from forge_async.learner.batch import split_samples
-from forge_async.learner.objectives.user import absolute_reference
+from forge_async.learner.layout import Layout
 from forge_async.learner.ports import StepResult
 from forge_async.learner.settings import CorrectionSettings, LearnerSettings, ObjectiveSettings, OptimizerSettings
 from forge_async.observe.process_stats import own_stats
 from forge_async.pipeline.ports import LearnerStep, Spans
 from forge_async.weights.manifest import Part
+from forge_async.weights.retention import Committed
 
 if TYPE_CHECKING:
     from forge_async.backends.titan_learner import TitanLearner
@@ -53,6 +55,10 @@ class LearnerPlan:
     """The sampler's."""
     publish_dtype: str = "float32"
     """The policy engine's dtype."""
+    version: PolicyVersion = field(default_factory=PolicyVersion)
+    """What the learner begins with."""
+    state_folder: str = ""
+    """Checkpoint that `version` is read from; empty: it is the model folder's."""
 
     @classmethod
     def of(cls, config: Config, model_folder: str) -> LearnerPlan:
@@ -88,7 +94,7 @@ class LearnerActor(ForgeActor):
         self._replay: ActorHandle | None = None
         self._snapshots: dict[PolicyVersion, tuple[Part, Any]] = {}
         self._spare: Any = None
-        """The store's memory for the next snapshot, asked for while the step runs."""
+        """Memory for the next snapshot, the store's or an older one's, asked for while the step runs."""
 
     async def setup(self) -> None:
         await self._run(self._build)
@@ -141,7 +147,7 @@ class LearnerActor(ForgeActor):
     async def train(self, samples: Samples) -> StepResult:
         """Train on this rank's share of `samples`, which every rank is given whole. Call on all ranks."""
         learner = self._rank
-        share = split_samples(samples, learner.batch_ranks)[learner.batch_rank]
+        share = split_samples(samples, learner.batch_ranks, Layout.of(self._plan.learner))[learner.batch_rank]
         return await self._run(lambda: learner.train(share))
 
     @concurrent_endpoint
@@ -171,13 +177,23 @@ class LearnerActor(ForgeActor):
         if rank != 0:
             return
         await self._weights.commit(version, ranks)
-        for old in (await self._weights.versions())[:-keep_versions]:
-            await self._weights.retire(old)
+        await self._weights.retire_all_but(keep_versions)
 
     @concurrent_endpoint
-    async def commit(self, version: PolicyVersion) -> int:
-        """Make a version readable, after every rank has staged it; returns its bytes. Called on one rank."""
-        return (await self._weights.commit(version, self._plan.learner.ranks)).num_bytes
+    async def restage(self, version: PolicyVersion) -> None:
+        """Stage whole what was staged last, beside its delta. Call on all ranks; then commit it again."""
+        await self._weights.restage(version)
+
+    @concurrent_endpoint
+    async def commit(self, version: PolicyVersion) -> Committed:
+        """Make a version readable, after every rank has staged it. Called on one rank."""
+        manifest = await self._weights.commit(version, self._plan.learner.ranks)
+        return Committed(
+            num_bytes=manifest.stored_bytes,
+            needs=manifest.needs,
+            num_elements=sum(coding.num_elements for coding in manifest.codings),
+            num_changed=sum(coding.num_changed for coding in manifest.codings),
+        )
 
     @concurrent_endpoint
     async def retire(self, version: PolicyVersion) -> None:
@@ -193,6 +209,11 @@ class LearnerActor(ForgeActor):
     async def save(self, folder: str) -> None:
         """Write a Hugging Face folder. Call on all ranks."""
         await self._run(lambda: self._rank.save(Path(folder)))
+
+    @concurrent_endpoint
+    async def save_state(self, folder: str) -> None:
+        """Write what a learner needs to go on from here. Call on all ranks."""
+        await self._run(lambda: self._rank.save_state(Path(folder)))
 
     @concurrent_endpoint
     async def digest(self) -> str:
@@ -212,22 +233,20 @@ class LearnerActor(ForgeActor):
         return self._plane
 
     def _join(self, store_handle: bytes) -> None:
-        from forge_async.backends.weight_stores import open_plane
+        from forge_async.backends.weight_stores import open_writing_plane
 
-        self._plane = open_plane(store_handle)
+        self._plane = open_writing_plane(store_handle)
 
     async def _reserve(self, wanted: bool) -> None:
-        """Ask the store for memory of the size of the last snapshot, unless some is at hand.
+        """Ask for memory of the size of the last snapshot, unless some is at hand.
 
         Without it, because the store does not answer, a snapshot takes memory of its own: to publish it is what fails.
         """
         num_bytes = self._rank.snapshot_bytes
         if not wanted or self._plane is None or not num_bytes or self._spare is not None:
             return
-        if not self._plane.store.transport.is_shared:
-            return  # its memory would be this process's own in any case
         try:
-            self._spare = await self._plane.store.reserve(num_bytes)
+            self._spare = await self._plane.memory(num_bytes)
         except ForgeError as error:
             log.warning("no memory of the store for a snapshot: %s", one_sentence(error))
 
@@ -258,7 +277,10 @@ class LearnerActor(ForgeActor):
             seed=plan.seed,
             temperature=plan.temperature,
             publish_dtype=plan.publish_dtype,
+            version=plan.version,
         )
+        if plan.state_folder:
+            self._learner.restore(Path(plan.state_folder), plan.version)
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

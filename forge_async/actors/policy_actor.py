@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import itertools
 import logging
@@ -31,7 +32,7 @@ from forge_async.weights.packing import Unpacker
 from forge_async.weights.settings import WeightsSettings
 
 if TYPE_CHECKING:
-    from forge_async.weights.plane import WeightPlane
+    from forge_async.weights.plane import ReadReport, WeightPlane
 
 
 log = logging.getLogger(__name__)
@@ -231,7 +232,7 @@ class PolicyActor(ForgeActor):
         started_s, begun = time.time(), time.perf_counter()
         plane = self._connected
         # One pull at a time, which the service sees to: they unpack into the same memory.
-        async with self._service.pulling(), self._fetched(version) as (manifest, weights, copied_bytes):
+        async with self._service.pulling(), self._fetched(version) as (manifest, weights, read):
             fetch_s = time.perf_counter() - begun
             swap = await self._service.swap(weights, version, self._fingerprint_check(manifest))
         self._served = version
@@ -239,27 +240,29 @@ class PolicyActor(ForgeActor):
             version=version,
             fetch_s=fetch_s,
             pause_s=swap.pause_s,
-            num_bytes=manifest.num_bytes,
-            held_bytes=copied_bytes,
+            num_bytes=read.num_bytes,
+            held_bytes=read.own_bytes,
             started_s=started_s,
             swap=swap,
             transport=plane.store.transport.name,
+            damage=read.damage,
         )
 
     @asynccontextmanager
-    async def _fetched(self, version: PolicyVersion) -> AsyncIterator[tuple[Manifest, dict[str, Any] | None, int]]:
-        """A version's manifest, its weights, None when the engine's ranks have them, and the bytes held for them
-        beside the store's."""
+    async def _fetched(
+        self, version: PolicyVersion
+    ) -> AsyncIterator[tuple[Manifest, dict[str, Any] | None, ReadReport]]:
+        """A version's manifest, its weights, None when the engine's ranks have them, and what it took."""
         plane = self._connected
-        is_shared = plane.store.transport.is_shared
         if self._ranks is not None:
-            async with self._ranks.fetched(version, plane) as (manifest, num_bytes):
-                yield manifest, None, 0 if is_shared else num_bytes
+            async with self._ranks.fetched(version, plane) as (manifest, read):
+                yield manifest, None, read
             return
         async with plane.reading(version) as (manifest, blobs):
-            cut = sum(shard.num_bytes for shard in manifest.shards if not shard.is_whole)
             weights = await asyncio.to_thread(self._unpacker.unpack, manifest, blobs)
-            yield manifest, weights, cut + (0 if is_shared else manifest.num_bytes)
+            cut = sum(shard.num_bytes for shard in manifest.shards if not shard.is_whole)
+            read = plane.last_read
+            yield manifest, weights, dataclasses.replace(read, own_bytes=read.own_bytes + cut)
 
     async def _end_with_ranks(self, ranks: ActorHandle) -> None:
         """When a rank dies, tell all who wait, then end: a replica lives and dies as one."""

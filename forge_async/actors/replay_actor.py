@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from forge_async.actors.forge_actor import ForgeActor, concurrent_endpoint
 from forge_async.core.records import Group
+from forge_async.core.versions import PolicyVersion
 from forge_async.learner.batch import Share, split_batch
-from forge_async.learner.settings import ATTENTION_TOKENS
+from forge_async.learner.layout import Layout
 from forge_async.replay.admission import Admission, Prompts
 from forge_async.replay.journal import Journal
 from forge_async.replay.settings import AsyncSettings
@@ -33,18 +33,30 @@ class ReplayActor(ForgeActor):
         tokens_guess: int = 1024,
         journal_path: str = "",
         keep_zero_advantage: bool = False,
-        attention_tokens: int = ATTENTION_TOKENS,
+        layout: Layout | None = None,
+        resume_from: PolicyVersion | None = None,
     ) -> None:
-        """Without `journal_path` nothing is written, and the run cannot be resumed."""
-        self._make_state: Callable[[], ReplayState] = lambda: ReplayState(
-            settings=settings,
-            groups_per_step=groups_per_step,
-            prompts=prompts,
-            num_steps=num_steps,
-            tokens_guess=tokens_guess,
-            journal=Journal.open(Path(journal_path)) if journal_path else None,
-        )
-        self._keep_zero_advantage, self._attention_tokens = keep_zero_advantage, attention_tokens
+        """Without `journal_path` nothing is written, and the run cannot be resumed.
+
+        `resume_from` is the version that the learner goes on from, with the history in the journal.
+        """
+
+        def make_state() -> ReplayState:
+            common: dict[str, Any] = {
+                "settings": settings,
+                "groups_per_step": groups_per_step,
+                "prompts": prompts,
+                "num_steps": num_steps,
+                "tokens_guess": tokens_guess,
+                "journal": Journal.open(journal_path) if journal_path else None,
+            }
+            if resume_from is None:
+                return ReplayState(**common)
+            step, incarnation = resume_from.step, resume_from.incarnation
+            return ReplayState.resume(Journal.read(journal_path), step=step, incarnation=incarnation, **common)
+
+        self._make_state: Callable[[], ReplayState] = make_state
+        self._keep_zero_advantage, self._layout = keep_zero_advantage, layout
         self._shares: tuple[int, list[Share], dict[str, Any]] | None = None
 
     async def setup(self) -> None:
@@ -99,7 +111,7 @@ class ReplayActor(ForgeActor):
                 groups,
                 batch_ranks,
                 keep_zero_advantage=self._keep_zero_advantage,
-                attention_tokens=self._attention_tokens,
+                layout=self._layout,
             )
             computed = sum(share.samples.num_tokens for share in shares if share.samples)
             record = _describe(groups, self._replay.inner) | {"tokens/computed": computed}

@@ -19,6 +19,7 @@ from forge_async.backends import folder_engine
 from forge_async.config import Config, from_file
 from forge_async.core.errors import ConfigError, one_sentence
 from forge_async.core.versions import PolicyVersion
+from forge_async.pipeline.checkpoints import whole_checkpoints
 from forge_async.policy.ports import GenerationRequest, Sampling
 from forge_async.policy.service import RequestService
 from forge_async.policy.settings import PolicySettings
@@ -81,13 +82,13 @@ def find_model(text: str) -> Model:
         raise ConfigError(f"{text} is no folder; give a run's directory or a Hugging Face folder.")
     if not (path / "config.yaml").is_file():
         raise ConfigError(f"{text} is neither a run's directory (no config.yaml) nor a model (no config.json).")
-    # A folder without config.json is one that was being written.
-    checkpoints = [folder for folder in (path / "checkpoints").glob("step-*") if (folder / "config.json").is_file()]
+    # A folder without config.json is no model, whoever made it.
+    checkpoints = [each for each in whole_checkpoints(path / "checkpoints") if (each / "config.json").is_file()]
     if not checkpoints:
         raise ConfigError(
             f"{text} has no checkpoint yet; a run writes one at its end and every checkpoint.every_steps."
         )
-    folder, config = max(checkpoints, key=_step), from_file(path / "config.yaml")
+    folder, config = checkpoints[-1], from_file(path / "config.yaml")
     return Model(folder=folder, step=_step(folder), config=config, new_tokens=config.sampling.max_new_tokens)
 
 

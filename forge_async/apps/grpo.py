@@ -15,11 +15,13 @@ from forge_async.config.help import help_text
 from forge_async.core.errors import ForgeError, one_sentence, unwrap
 from forge_async.observe.progress import Progress
 from forge_async.observe.report import write_report
+from forge_async.observe.rewind import rewind
 from forge_async.observe.run_directory import RunDirectory, default_path
 from forge_async.observe.summary import RunFacts, write_summary
 
 if TYPE_CHECKING:
     from forge_async.runtime.launch import Launch
+    from forge_async.runtime.resume import ResumePoint
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,6 +47,7 @@ def _train(config: Config, begun_s: float) -> int:
     from forge_async.runtime.launch import Launch
     from forge_async.runtime.model_folder import resolve_model
     from forge_async.runtime.preflight import check_before_start
+    from forge_async.runtime.resume import find_resume_point
 
     resolving_s = time.time()
     model_folder = resolve_model(config)
@@ -52,25 +55,31 @@ def _train(config: Config, begun_s: float) -> int:
     check_before_start(config, model_folder)
     path = config.run.dir or str(default_path("grpo"))
     config = config.replace({"run.dir": path})
-    directory = RunDirectory.create(
-        path, resume=config.run.resume, overwrite=config.run.overwrite, config=config.to_yaml()
-    )
+    directory = RunDirectory.create(path, resume=config.run.resume, overwrite=config.run.overwrite)
+    resume = find_resume_point(directory, config.root.steps) if config.run.resume else None
+    if resume is not None:
+        rewind(directory, resume.version.step, resume.ended)
+    directory.write_config(config.replace({"run.resume": False, "run.overwrite": False}).to_yaml())
     bound = config.asynchrony.highest_staleness
     progress = Progress(config.root.steps, sys.stdout, mode=config.run.progress, max_staleness=bound)
     progress.say(f"run directory: {directory.path}")
-    launch = Launch(config, model_folder, directory, progress, begun_s)
+    if resume is not None:
+        progress.say(_where_it_goes_on(resume))
+    launch = Launch(config, model_folder, directory, progress, begun_s, resume)
     status, error, code = _run(launch)
     facts = RunFacts(
         status=status,
         error=error,
-        wall_s=time.time() - begun_s,
+        wall_s=time.time() - begun_s + (resume.earlier_s if resume else 0.0),
         startup_s=launch.startup_s,
         startup=launch.startup,
         max_staleness=bound,
         eval_before=launch.result.eval_before,
         eval_after=launch.result.eval_after,
-        evaluations=[found.record() for found in launch.result.evaluations],
+        evaluations=launch.result.evaluations,
         best_checkpoint=str(best) if (best := launch.result.best_checkpoint) else None,
+        last_checkpoint=str(last) if (last := launch.result.checkpoint) else None,
+        resumed_at=resume.resumed_at if resume else (),
         groups=launch.result.groups,
         weights_sha256=launch.result.weights_sha256,
     )
@@ -78,6 +87,12 @@ def _train(config: Config, begun_s: float) -> int:
     progress.finish(summary, write_report(directory))
     directory.close()
     return code
+
+
+def _where_it_goes_on(resume: ResumePoint) -> str:
+    if resume.checkpoint is None:
+        return "resuming: no checkpoint was written yet, so the run begins again with its first step"
+    return f"resuming after step {resume.version.step}, from {resume.checkpoint}"
 
 
 def _run(launch: Launch) -> tuple[str, str | None, int]:

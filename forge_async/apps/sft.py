@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from forge_async.apps.exit import guarded_main
 from forge_async.config import load
 from forge_async.config.help import help_text
+from forge_async.core.errors import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,6 +25,8 @@ def _main(argv: Sequence[str]) -> int:
     if options.help:
         print(help_text("sft"))
         return 0
+    if config.run.resume:
+        raise ConfigError("run.resume=true continues runs of apps.grpo only; leave it out here.")
     from forge_async.runtime.model_folder import resolve_model
     from forge_async.runtime.sft import run_sft
 

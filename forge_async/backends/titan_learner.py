@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan_distributed
 from torchtitan.tools import utils as titan_utils
 
+from forge_async.backends import titan_state
 from forge_async.backends.titan_build import check_same_tokens, load_model
 from forge_async.backends.titan_forward import forward
 from forge_async.backends.titan_values import ValueHead
@@ -41,7 +42,7 @@ from forge_async.learner.figures import step_figures, total_loss
 from forge_async.learner.inputs import LossInputs
 from forge_async.learner.loss import Loss, LossTerms
 from forge_async.learner.ports import StepResult
-from forge_async.learner.rows import COLUMNS, Layout, Rows, build_micro_batches, sequence_rows
+from forge_async.learner.rows import COLUMNS, Rows, build_micro_batches, sequence_rows
 from forge_async.learner.settings import LearnerSettings, OptimizerSettings
 from forge_async.learner.token_scores import Wanted
 from forge_async.learner.totals import NOBODY, Figures, StepTotals, first_bad_sample, merge_updates, not_finite
@@ -52,6 +53,9 @@ TOKENIZER_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json",
 )  # fmt: skip
+
+Known: TypeAlias = dict[str, torch.Tensor]
+"""Fields of LossInputs for a micro-batch, [B, L] each."""
 
 
 class TitanLearner:
@@ -69,7 +73,6 @@ class TitanLearner:
         temperature: float = 1.0,
         publish_dtype: str = "float32",
         version: PolicyVersion | None = None,
-        reference_folder: Path | None = None,
     ) -> None:
         """Build the model on this rank's device and load the folder's weights.
 
@@ -82,16 +85,9 @@ class TitanLearner:
             temperature: the sampler's; logits are divided by it before log-probabilities are taken.
             publish_dtype: dtype of snapshots, the policy engine's.
             version: of the loaded weights; step 0 when None.
-            reference_folder: the model that a divergence is taken from, if the loss has one; `model_folder` when None.
         """
         self.version = version or PolicyVersion()
         self._folder, self._loss, self._settings, self._optimizer_settings = model_folder, loss, learner, optimizer
-        self._layout = Layout(
-            row_tokens=learner.row_tokens,
-            micro_batch_tokens=learner.micro_batch_tokens,
-            packed=learner.packed,
-            attention_tokens=learner.attention_tokens,
-        )
         self._wanted = Wanted(temperature=temperature, chunk_tokens=learner.logit_chunk_tokens)
         self._publish_dtype: torch.dtype = getattr(torch, publish_dtype)
         if titan_cpu.ON_CPU:
@@ -106,7 +102,7 @@ class TitanLearner:
         self._schedule = _schedule_config(optimizer).build(optimizers=self._optimizer, training_steps=total_steps)
         self._named: list[tuple[str, Any]] | None = None
         self._packer = Packer(self.rank)
-        self._frozen = self._load_frozen(reference_folder or model_folder)
+        self._frozen = self._load_frozen()
         self._values = self._value_head() if loss.needs_values else None
 
     @property
@@ -128,20 +124,19 @@ class TitanLearner:
 
     def train(self, share: Share) -> StepResult:
         begun, counts = time.perf_counter(), share.counts
-        batches = build_micro_batches(share.samples, self._layout, self._most_over_ranks)
-        known = self._values.targets(batches, self._old_values) if self._values else [{} for _ in batches]
-        updates, grad_norm = [], 0.0
+        parts, updates, grad_norm = self._prepared(share), [], 0.0
         for update in range(self._settings.updates_per_batch):
             totals, blamed = StepTotals(), NOBODY
-            for rows, extra in zip(batches, known, strict=True):
-                terms = self._forward_backward(rows, counts, extra, update)
+            own_counts, batches = parts[update % len(parts)]
+            for rows, known in batches:
+                terms = self._forward_backward(rows, own_counts, known, update)
                 if not totals.add(terms, rows.token_ids.size) and blamed == NOBODY:
                     blamed = first_bad_sample(terms, rows, share)
             updates.append(self._over_ranks(totals))
             grad_norm = self._apply_gradients(total_loss(updates[-1][0]), share, blamed, update)
         self._schedule.step()
         self.version = self.version.next()
-        sums, maxima = merge_updates(updates)
+        sums, maxima = merge_updates(updates, len(parts))
         num_tokens = max(counts.num_loss_tokens, 1)
         return StepResult(
             version=self.version,
@@ -187,6 +182,14 @@ class TitanLearner:
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
 
+    def save_state(self, folder: Path) -> None:
+        titan_state.save(folder, self._state())
+
+    def restore(self, folder: Path, version: PolicyVersion) -> None:
+        titan_state.load(folder, self._state())
+        titan_state.go_on_from(self._schedule, version.step)
+        self.version = version
+
     def digest(self) -> str:
         found = hashlib.sha256()
         for name, tensor in self._full_weights():
@@ -213,9 +216,9 @@ class TitanLearner:
         titan_distributed.set_determinism(dims, self._device, DebugConfig(seed=seed), distinct_seed_mesh_dims=["pp"])
         return dims, titan_distributed.get_spmd_context(parallel_dims=dims)
 
-    def _load_frozen(self, reference_folder: Path) -> dict[str, Any]:
+    def _load_frozen(self) -> dict[str, Any]:
         """The models that are only read, by the name of what they give; each is sharded like the one that learns."""
-        wanted = {"reference_logprobs": reference_folder} if self._loss.needs_reference else {}
+        wanted = {"reference_logprobs": self._folder} if self._loss.needs_reference else {}
         if self._loss.settings.teacher:
             wanted["teacher_logprobs"] = Path(self._loss.settings.teacher)
             check_same_tokens(self._folder, wanted["teacher_logprobs"])
@@ -228,7 +231,10 @@ class TitanLearner:
     def _value_head(self) -> ValueHead:
         mesh = self._dims.get_optional_mesh("batch")
         group = mesh.get_group() if mesh is not None and mesh.size() > 1 else None
-        return ValueHead(self._model, self._device, self._optimizer_settings, self._loss.settings, group)
+        return ValueHead(self._model, self._device, self._optimizer_settings, self._loss, group)
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return titan_state.collect(self._model, self._optimizer, self._values.state() if self._values else {})
 
     def _over_ranks(self, totals: StepTotals) -> Figures:
         sums = dict(zip(totals.sums, self._sum_over_ranks(totals.sum_values()), strict=True))
@@ -239,7 +245,25 @@ class TitanLearner:
         columns = {name: torch.from_numpy(getattr(rows, name)) for name in names}
         return {name: column.to(self._device) for name, column in columns.items()}
 
-    def _forward_backward(self, rows: Rows, counts: Counts, known: dict[str, torch.Tensor], update: int) -> LossTerms:
+    def _prepared(self, share: Share) -> list[tuple[Counts, list[tuple[Rows, Known]]]]:
+        """Of each mini-batch its counts and its micro-batches, with what must be known of them before the step."""
+        built = [build_micro_batches(share.samples, part.batches) for part in share.mini_batches]
+        flat = [rows for batches in built for rows in batches]
+        of_rows = iter(self._values.targets(flat, self._before_step) if self._values else [Known() for _ in flat])
+        parts = [
+            (part.counts, [(rows, next(of_rows)) for rows in batches])
+            for part, batches in zip(share.mini_batches, built, strict=True)
+        ]
+        if self._loss.needs_start:  # the first update's own pass is at the step's start; the others' are not
+            for rows, known in (each for _, batches in parts[1:] for each in batches):
+                known["start_logprobs"] = self._logprobs_now(rows)
+        return parts
+
+    def _logprobs_now(self, rows: Rows) -> torch.Tensor:
+        with torch.no_grad(), self._in_context():
+            return forward(self._model, self._to_device(rows), self._wanted).logprobs
+
+    def _forward_backward(self, rows: Rows, counts: Counts, known: Known, update: int) -> LossTerms:
         """One micro-batch. `known` holds what is known of it beside its rows, and keeps what later updates want."""
         columns = self._to_device(rows)
         with self._in_context():
@@ -250,9 +274,7 @@ class TitanLearner:
             known.setdefault("start_logprobs", inputs.logprobs.detach())
         return terms
 
-    def _inputs(
-        self, columns: dict[str, torch.Tensor], num_segments: int, known: dict[str, torch.Tensor], update: int
-    ) -> LossInputs:
+    def _inputs(self, columns: dict[str, torch.Tensor], num_segments: int, known: Known, update: int) -> LossInputs:
         entropy = "gradient" if self._loss.settings.entropy_weight else "figure" if self._loss.needs_entropy else "none"
         found = forward(self._model, columns, replace(self._wanted, entropy=entropy))
         with torch.no_grad():
@@ -272,12 +294,12 @@ class TitanLearner:
             **given,
         )
 
-    def _old_values(self, rows: Rows) -> np.ndarray:
-        """float32 [B, L]: the values before the step."""
+    def _before_step(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+        """float32 [B, L] each: values and log-probabilities before the step."""
         assert self._values is not None
         with torch.no_grad(), self._in_context():
-            forward(self._model, self._to_device(rows), self._wanted)
-            return self._values.values().cpu().numpy()
+            logprobs = forward(self._model, self._to_device(rows), self._wanted).logprobs
+            return self._values.values().cpu().numpy(), logprobs.cpu().numpy()
 
     def _apply_gradients(self, loss: float, share: Share, blamed: tuple[int, int], update: int) -> float:
         """Clip and step, unless loss or gradient is not finite. Returns the norm before clipping."""

@@ -91,11 +91,10 @@ class VllmRank:
             self._targets = self._transfer.targets([each.tensor for each in self._held])
         return self._transfer.plan
 
-    def stage(self, manifest: Manifest, blobs: Mapping[int, torch.Tensor]) -> int:
-        """Get ready to load a version, whose blobs stay as they are until `forget`; returns the bytes to be copied."""
+    def stage(self, manifest: Manifest, blobs: Mapping[int, torch.Tensor]) -> None:
+        """Get ready to load a version, whose blobs stay as they are until `forget`."""
         self.plan_for(manifest.layout)
         self._sources = self._transfer.sources(blobs)
-        return sum(source.nbytes for source in self._sources)
 
     def forget(self) -> None:
         """Let go of the version that was staged."""

@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from forge_async.config.not_built import is_built
 from forge_async.config.schema import Config
 from forge_async.observe.run_directory import looks_like_run
 
@@ -118,18 +117,20 @@ def run_dir_is_free(config: Config) -> str | None:
     """The run directory does not exist yet, unless the user says what is to become of it."""
     run = config.run
     if not run.dir:
-        return None
+        return "run.resume=true needs run.dir, the folder of the run to continue." if run.resume else None
     path = Path(run.dir)
     if not path.exists():
-        return _can_be_made(path)
+        return f"run.dir={run.dir} does not exist, so nothing can go on there." if run.resume else _can_be_made(path)
     if not path.is_dir():
         return f"run.dir={run.dir} is a file; give another run.dir."
     if run.overwrite:
         return _may_be_deleted(path)
     if run.resume:
-        return None
-    resume = "run.resume=true to continue it, or " if is_built("run.resume", True) else "or "
-    return f"run.dir={run.dir} exists already; give another run.dir, {resume}run.overwrite=true to delete it."
+        return None if looks_like_run(path) else f"run.dir={run.dir} holds no run that could go on; give one's folder."
+    return (
+        f"run.dir={run.dir} exists already; give another run.dir, run.resume=true to continue it, "
+        "or run.overwrite=true to delete it."
+    )
 
 
 def _can_be_made(path: Path) -> str | None:

@@ -31,6 +31,10 @@ _PATHS = ("run.dir", "model.path", "prompts", "reward", "objective.name", "objec
 """Keys whose `~` is expanded: a shell leaves that of `run.dir=~/x` as it is."""
 
 
+FIXED = ("seed", "groups_per_step", "prompts", "model.path", *(key for key in KEYS if key.startswith("task.")))
+"""Keys that say which prompts there are, in which order, and for which model: those of a run that goes on stay."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What the command line asks for beside the configuration."""
@@ -61,6 +65,8 @@ def load(argv: Sequence[str]) -> tuple[Config, Options]:
     if options.help:
         return Config(), options
     config = compose(options.configs, options.overrides)
+    if config.run.resume and config.run.dir:
+        config = _continued(config, options)
     check(config)
     return config, options
 
@@ -110,6 +116,22 @@ def compose(configs: Sequence[str | Path] = (), overrides: Sequence[str] = ()) -
     config = Config.of(values)
     for section in SECTIONS:
         check_ranges(getattr(config, attribute(section)), f"{section}." if section else "")
+    return config
+
+
+def _continued(asked: Config, options: Options) -> Config:
+    """The configuration of a run that goes on: what it had, changed by what the command line says now."""
+    stored = Path(asked.run.dir) / "config.yaml"
+    if not stored.is_file():
+        return asked  # refused by the checks
+    before = from_file(stored)
+    config = compose([stored, *options.configs], ["run.overwrite=false", *options.overrides])
+    for key in FIXED:
+        if config.value(key) != before.value(key):
+            raise ConfigError(
+                f"{key}={show(config.value(key))} cannot change in a run that goes on: {asked.run.dir} was begun with "
+                f"{key}={show(before.value(key))}; leave {key} out, or begin a new run."
+            )
     return config
 
 

@@ -31,14 +31,8 @@ class NotBuilt:
 NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt(key="weights.transport", allowed=("auto", "shm", "rpc", "filesystem", "http")),
     NotBuilt(key="learner.expert_parallel", allowed=(1,)),
-    NotBuilt(key="run.resume", allowed=(False,)),
 )
 """The one list of what exists as a word but does not run yet."""
-
-
-def is_built(key: str, value: Any) -> bool:
-    """Whether `key=value` works today, so that a message may recommend it."""
-    return all(value in item.allowed for item in NOT_BUILT if item.key == key)
 
 
 def _word(value: Any) -> str:

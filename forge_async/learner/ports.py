@@ -69,6 +69,17 @@ class Learner(Protocol):
         """Write a Hugging Face folder (weights by rank 0; collective)."""
         ...
 
+    def save_state(self, folder: Path) -> None:
+        """Write what `restore` needs: parameters, optimiser, value head. Collective."""
+        ...
+
+    def restore(self, folder: Path, version: PolicyVersion) -> None:
+        """Go on from what `save_state` wrote, as `version`; the number of ranks may differ. Collective.
+
+        Raises LearnerError when it cannot be read or is of another model.
+        """
+        ...
+
     def digest(self) -> str:
         """sha256 over the parameters sorted by Hugging Face name: name, dtype, shape, bytes. Collective."""
         ...

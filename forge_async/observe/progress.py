@@ -150,6 +150,8 @@ def closing_lines(summary: Mapping[str, Any], report: Path) -> list[str]:
     lines.append(f"report: {report}")
     status = summary.get("status")
     if status != "completed":
+        if summary.get("checkpoint/last"):
+            lines.append(f"to go on: python -m forge_async.apps.grpo run.dir={report.parent} run.resume=true")
         lines.append(f"{status}: {summary['error']}" if summary.get("error") else f"{status}")
     return lines
 

@@ -82,13 +82,16 @@ class RunDirectory:
             _remove(path)
         path.mkdir(parents=True, exist_ok=resume)
         directory._lock = _lock(path)
-        directory.summary.unlink(missing_ok=True)  # a resumed run has not ended
         if config is not None:
             write_atomically(directory.config, config)
         for name in SUBDIRECTORIES:
             (path / name).mkdir(exist_ok=True)
         _point_latest(path)
         return directory
+
+    def write_config(self, text: str) -> None:
+        """Replace config.yaml."""
+        write_atomically(self.config, text)
 
     def close(self) -> None:
         """Let go of the lock; the files stay. A second call does nothing."""

@@ -49,6 +49,10 @@ class RunFacts:
     """Each evaluation: `step`, `score`, `low`, `high`, `oldest_version`, `newest_version`, `pass_at_<k>` and more."""
     best_checkpoint: str | None = None
     """Folder of the checkpoint where the best evaluation began; None when none was kept."""
+    last_checkpoint: str | None = None
+    """Folder of the newest checkpoint; None when none was written."""
+    resumed_at: Sequence[int] = ()
+    """Steps after which the run was continued, in order."""
     groups: Mapping[str, int] | None = None
     """The ledger's totals (`admitted` and the outcomes), where it could be asked; None: counted from the events."""
     weights_sha256: str | None = None
@@ -77,6 +81,8 @@ def summarise(facts: RunFacts, rows: Sequence[Row], events: Sequence[Row]) -> di
         "eval/before": facts.eval_before,
         "eval/after": facts.eval_after,
         "checkpoint/best": facts.best_checkpoint,
+        "checkpoint/last": facts.last_checkpoint,
+        "resumed_at": list(facts.resumed_at),
         "eval/all": [dict(found) for found in facts.evaluations],
         "reward/first": _mean(_values(rows[:FIRST_STEPS], names.REWARD_MEAN)),
         "reward/last": _mean(_values(rows[-LAST_STEPS:], names.REWARD_MEAN)),

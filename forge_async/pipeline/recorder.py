@@ -54,6 +54,9 @@ class _Weights:
     pause_s: float = 0.0
     lag_s: float = 0.0
     num_bytes: int = 0
+    changed_fraction: float | None = None
+    num_damaged: int = 0
+    """Pulls since the last row that gave up deltas."""
     held_bytes: dict[str, int] = field(default_factory=dict)
     step_ended_s: dict[int, float] = field(default_factory=dict)
     """Wall clock at which each version came to be."""
@@ -83,10 +86,12 @@ class Recorder:
         workers: Workers,
         pids: Mapping[str, int] | None = None,
         alarm: ParityAlarm | None = None,
+        earlier_groups: Mapping[str, float] | None = None,
     ) -> None:
         """`begun_s` is the wall clock at which the process started; all times of the records count from it.
 
         `pids` are processes of this machine, by name, that report nothing themselves; `alarm` looks at every row.
+        `earlier_groups` are the replay actor's totals when a resumed run goes on.
         """
         self._begun_s, self._sink, self._events, self._rollouts = begun_s, sink, events, rollouts
         self._rollouts_per_step, self._tracer, self._progress = rollouts_per_step, tracer, progress
@@ -94,9 +99,10 @@ class Recorder:
         self._alarm = alarm
         self._known: dict[int, _Known] = {}
         self._weights = _Weights()
-        self._totals: dict[str, float] = {}
+        self._totals = {name: (earlier_groups or {}).get(f"groups/{name}", 0) for name in ("trained", *ENDED)}
         self._steps: deque[_Step] = deque()
-        self._arrived = asyncio.Event()
+        self._arrived, self._settled = asyncio.Event(), asyncio.Event()
+        self._settled.set()
         self._last_ended_s = time.time()
         self._evaluation: dict[str, float] = {}
         """Figures of an evaluation that ended since the last row."""
@@ -120,11 +126,13 @@ class Recorder:
         now = time.time()
         self._weights.step_ended_s[ranks[0].result.version.step] = now
         self._steps.append(_Step(step=step, ranks=ranks, ended_s=now))
+        self._settled.clear()
         self._arrived.set()
 
     def published(self, publication: Publication) -> None:
         self._weights.publish_s = publication.duration_s
         self._weights.num_bytes = publication.num_bytes
+        self._weights.changed_fraction = publication.changed_fraction
         args = {"version": publication.version.step}
         self._tracer.add("weights", [("publish", "work", publication.started_s, publication.duration_s, args)])
 
@@ -135,6 +143,9 @@ class Recorder:
         weights.pulled = pull.version
         if replica not in weights.held_bytes:
             self._progress.note(f"weights to {replica}: {transport_line(pull)}")
+        if pull.damage:
+            weights.num_damaged += 1
+            self._progress.note(f"{replica} pulled {pull.version} whole: {pull.damage}")
         weights.held_bytes[replica] = pull.held_bytes
         args = {"version": pull.version.step}
         swap_s = pull.started_s + pull.fetch_s
@@ -159,6 +170,10 @@ class Recorder:
             self._arrived.clear()
             await self._arrived.wait()
 
+    async def settled(self) -> None:
+        """Wait until every step that was told is written. `run` ends this wait; its failure ends the run."""
+        await self._settled.wait()
+
     async def finish(self, reason: str) -> None:
         """Write what is left, end the groups that never ended, close the files."""
         await self._write_waiting()
@@ -178,6 +193,7 @@ class Recorder:
         while self._steps:
             await self._write_step(self._steps[0])
             self._steps.popleft()
+        self._settled.set()
 
     async def _write_step(self, step: _Step) -> None:
         stats, reports = await asyncio.gather(
@@ -226,6 +242,7 @@ class Recorder:
             names.ROLLOUTS_CUT: sum(report.num_cut for report in reports),
             names.GROUPS_SALVAGED: sum(report.num_salvaged for report in reports),
             names.SAMPLES_OVERSIZE: sum(report.num_oversize for report in reports),
+            names.UNKNOWN_KEPT_SETS: sum(report.num_unknown_tokens for report in reports),
             **self._batch_figures(batch),
             **self._weight_figures(),
             **self._memory(step.ranks, stats, reports),
@@ -241,14 +258,17 @@ class Recorder:
         figures = {name: value for name, value in batch.items() if "/" in name and not name.startswith("groups/")}
         for name in ("trained", *ENDED):
             total = batch[f"groups/{name}"]
-            figures[f"groups/{name}"] = total - self._totals.get(name, 0)
+            figures[f"groups/{name}"] = total - self._totals[name]
             self._totals[name] = total
         figures[names.GROUPS_TRAINED] = len(batch["indices"])
         return figures
 
     def _weight_figures(self) -> dict[str, float]:
         weights = self._weights
-        return {
+        changed = {} if weights.changed_fraction is None else {names.WEIGHTS_CHANGED: weights.changed_fraction}
+        damaged, weights.num_damaged = weights.num_damaged, 0
+        return changed | {
+            names.WEIGHTS_DAMAGED: damaged,
             names.WEIGHTS_PUBLISH_S: weights.publish_s,
             names.WEIGHTS_PULL_S: weights.pull_s,
             names.WEIGHTS_PAUSE_S: weights.pause_s,

@@ -34,6 +34,7 @@ class RingSettings:
     """The few numbers that the loops need."""
 
     num_steps: int
+    """Steps of the whole run, those that a resumed run had done before included."""
     groups_per_step: int
     publish_every: int
     """Learner steps between publications; the last version is always published."""
@@ -109,8 +110,8 @@ class Ring:
     async def _train(self, group: asyncio.TaskGroup, version: PolicyVersion) -> PolicyVersion:
         """Step after step; each published version travels while the next step runs."""
         publication: asyncio.Task[None] | None = None
-        for step in range(version.step, version.step + self._settings.num_steps):
-            done = step + 1 - version.step
+        for step in range(version.step, self._settings.num_steps):
+            done = step + 1
             publishes = done % self._settings.publish_every == 0 or done == self._settings.num_steps
             ranks = await self._step(step, publishes)
             await self._replay.trained(step)
@@ -123,9 +124,7 @@ class Ring:
                 await self._after_step(done)
         if publication is not None:
             await publication
-        return PolicyVersion(
-            policy=version.policy, incarnation=version.incarnation, step=version.step + self._settings.num_steps
-        )
+        return PolicyVersion(policy=version.policy, incarnation=version.incarnation, step=self._settings.num_steps)
 
     async def _step(self, step: int, publishes: bool) -> list[LearnerStep]:
         whom, limit_s = "the replay actor and the learner's ranks", self._settings.step_limit_s
@@ -140,12 +139,12 @@ class Ring:
 
     async def _pull(self, replica: Replica, version: PolicyVersion) -> None:
         """Pull the newest version again and again; a newer one supersedes those that were not begun."""
-        last_step = version.step + self._settings.num_steps
-        while version.step < last_step:
+        while version.step < self._settings.num_steps:
             with self._waiting(replica.name, f"a version newer than {version.step}", "the learner's next publication"):
                 version = await self._publisher.newer_than(version)
             whom, limit_s = f"{replica.name} and the store", self._settings.weights_limit_s
             with self._waiting("the ring", f"{replica.name} to serve version {version.step}", whom, limit_s):
                 pull = await self._publisher.pull(replica, version)
+            version = pull.version
             self._observer.pulled(replica.name, pull)
             await self._replay.pulled(replica.name, version.step)

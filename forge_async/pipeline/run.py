@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from forge_async.core.versions import PolicyVersion
 from forge_async.pipeline.auto_bound import AutoBound
@@ -18,6 +20,7 @@ from forge_async.pipeline.ports import Learner, Replay, Replica, Workers
 from forge_async.pipeline.publish import Publisher
 from forge_async.pipeline.recorder import Recorder
 from forge_async.pipeline.ring import Ring, RingSettings
+from forge_async.pipeline.run_state import RunState
 from forge_async.pipeline.settings import CheckpointSettings, EvalSettings
 from forge_async.pipeline.watchdog import Watchdog
 from forge_async.replay.auto_staleness import AutoStaleness
@@ -29,8 +32,8 @@ class RunResult:
 
     eval_before: float | None = None
     eval_after: float | None = None
-    evaluations: list[Evaluated] = field(default_factory=list)
-    """All of them, in the order in which they ended."""
+    evaluations: list[Mapping[str, Any]] = field(default_factory=list)
+    """All of them as the summary tells them, in the order in which they ended."""
     weights_sha256: str | None = None
     checkpoint: Path | None = None
     """The newest one."""
@@ -60,12 +63,17 @@ class Run:
         max_fruitless_steps: int = sys.maxsize,
         auto: AutoStaleness | None = None,
         say: Callable[[str], None] = lambda text: None,
+        begun_s: float = 0.0,
+        resumed: RunState | None = None,
     ) -> None:
         """`auto` moves the bound on age as the run's stages ask for; `say` is told of each move.
 
         `evaluate_beside` lets the loops go on during an evaluation.
 
         At S = 0 they must not: other requests in the engine change the last bits of log-probabilities (Law 3).
+
+        `begun_s` is the wall clock at which the run began, so to speak: what it took counts from there. `resumed` is
+        the checkpoint that the learner began with, if the run goes on from one.
         """
         self._replay, self._learner, self._replicas, self._workers = replay, learner, replicas, workers
         self._recorder, self._save_every = recorder, checkpoint.every_steps
@@ -89,15 +97,19 @@ class Run:
             after_step=self._after_step,
             watchdog=self._watchdog,
         )
-        self._num_steps = ring.num_steps
+        self._num_steps, self._begun_s, self._resumed = ring.num_steps, begun_s, resumed
         self.result = RunResult()
+        if resumed is not None:
+            self._checkpoints.recall(resumed)
+            self.result.eval_before, self.result.evaluations = resumed.eval_before, list(resumed.evaluations)
+            self.result.best_checkpoint = self._checkpoints.best
 
     async def prepare(self) -> PolicyVersion:
         """Publish the loaded model and have every replica serve it; returns its version."""
         version = await self._learner.snapshot()
         await self._publisher.publish(version)
         await asyncio.gather(*(self._publisher.pull(replica, version) for replica in self._replicas))
-        self.result.eval_before = await self._score(0)
+        await self._evaluate_first(version.step)
         for replica in self._replicas:
             await self._replay.add_replica(replica.name, version.step)
         return version
@@ -121,13 +133,23 @@ class Run:
         await self._checkpoints.prune()
         self.result.weights_sha256 = await self._learner.digest()
 
+    async def _evaluate_first(self, done: int) -> None:
+        """Evaluate the model that the run begins with; on the way, only what the checkpoint came too early for."""
+        if self._resumed is None:
+            self.result.eval_before = await self._score(done)
+        elif self._is_evaluated(done) and not self._resumed.has_evaluated(done):
+            await self._evaluations.evaluate(done)
+
+    def _is_evaluated(self, done: int) -> bool:
+        return bool(self._eval_every) and done % self._eval_every == 0
+
     async def _after_step(self, done: int) -> None:
         if self._auto is not None and (move := self._auto.take_move()):
             await self._replay.set_max_staleness(move.max_staleness)
             self._say(move.why)
         if done == self._num_steps:
             return
-        evaluates = bool(self._eval_every) and done % self._eval_every == 0
+        evaluates = self._is_evaluated(done)
         saves = bool(self._save_every) and done % self._save_every == 0
         if saves or (evaluates and self._checkpoints.keep_best):
             await self._save(done)
@@ -142,13 +164,24 @@ class Run:
         return found.score if found else None
 
     def _evaluated(self, found: Evaluated) -> None:
-        self.result.evaluations.append(found)
+        self.result.evaluations.append(found.record())
         self._recorder.evaluated(found)
         self._checkpoints.judge(found.step, found.score)
         self.result.best_checkpoint = self._checkpoints.best
 
     async def _save(self, done: int) -> None:
-        self.result.checkpoint = await self._checkpoints.save(done, self._evaluations.running_steps)
+        """Write a checkpoint, after the records of all steps before: a resumed run goes on with both."""
+        await self._recorder.settled()
+        best_step, best_score = self._checkpoints.best_known
+        state = RunState(
+            step=done,
+            wall_s=time.time() - self._begun_s,
+            eval_before=self.result.eval_before,
+            evaluations=tuple(self.result.evaluations),
+            best_step=best_step,
+            best_score=best_score,
+        )
+        self.result.checkpoint = await self._checkpoints.save(state, self._evaluations.running_steps)
 
 
 def _totals(state: dict[str, float]) -> dict[str, int]:

@@ -12,7 +12,7 @@ class RunSettings:
     """Keys under `run`."""
 
     dir: str = setting("", "run directory; empty: runs/grpo-<time>")
-    resume: bool = setting(False, "continue the run in run.dir")
+    resume: bool = setting(False, "continue the run in run.dir from its newest checkpoint")
     overwrite: bool = setting(False, "delete run.dir first when it exists")
     rollouts_per_step: int = setting(4, "rollouts written to rollouts.jsonl.zst each step", low=0)
     progress: str = setting(
@@ -58,7 +58,11 @@ class CheckpointSettings:
     """Keys under `checkpoint`."""
 
     every_steps: int = setting(
-        0, "write a Hugging Face folder each time this many steps are done; 0: only at the end", unit="steps", low=0
+        50,
+        "write a checkpoint each time this many steps are done: a Hugging Face folder that the run can go on from; "
+        "0: only at the end",
+        unit="steps",
+        low=0,
     )
     keep: int = setting(3, "newest checkpoints to keep", low=1)
     keep_best: bool = setting(

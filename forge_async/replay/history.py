@@ -31,6 +31,24 @@ def surviving(events: Iterable[Event]) -> Sequence[Event]:
     return kept
 
 
+def ended_groups(events: Iterable[Event], step: int) -> set[int]:
+    """Admission indices of the groups that had ended when version `step` came to be, in the history that counts.
+
+    Raises ForgeError when the history ends before that version.
+    """
+    beginning = ev.Restored(step=step, incarnation=0, num_attempts=0)
+    ended: set[int] = set()
+    taken: dict[int, tuple[int, ...]] = {}
+    for event in surviving([*events, beginning]):
+        if isinstance(event, ev.Ended):
+            ended.add(event.index)
+        elif isinstance(event, ev.Taken):
+            taken[event.step] = event.indices
+        elif isinstance(event, ev.Trained):
+            ended.update(taken.pop(event.step, ()))
+    return ended
+
+
 def failed_tries(events: Iterable[Event]) -> Mapping[int, int]:
     """How many tries of each group came to nothing, in all histories: what was undone was tried all the same.
 

@@ -7,8 +7,10 @@ done: one for all events in between, since resuming from version s needs nothing
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -18,6 +20,9 @@ from forge_async.replay.events import Event, Restored, Trained, from_json, to_li
 
 FSYNC = ("step", "always", "never")
 """When to synchronise with the disk: at each step done, at each append, or when the system likes."""
+
+
+LOOK_AGAIN_S = 0.1
 
 
 class Journal:
@@ -32,19 +37,39 @@ class Journal:
     def open(cls, path: str | Path, fsync: str = "step") -> Journal:
         """Open for appending; make the file if there is none, cut off a torn last line if there is one.
 
-        Raises ForgeError when the file cannot be read as a journal, ConfigError for an unknown `fsync`.
+        Raises ForgeError when the file cannot be read as a journal or another process has it open, ConfigError for an
+        unknown `fsync`.
         """
         if fsync not in FSYNC:
             raise ConfigError(f"The journal's fsync={fsync} is not one of {', '.join(FSYNC)}.")
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            _, whole_bytes = _parse(path)
-            if whole_bytes < path.stat().st_size:
-                os.truncate(path, whole_bytes)
         file = path.open("ab", buffering=0)
+        if not _lock(file):
+            file.close()
+            raise ForgeError(f"{path} is in use by another process of the run; wait until it has ended.")
+        _, whole_bytes = _parse(path)
+        if whole_bytes < path.stat().st_size:
+            os.truncate(path, whole_bytes)
         _sync_directory(path.parent)
         return cls(path, file, fsync)
+
+    @staticmethod
+    def wait_until_free(path: str | Path, deadline_s: float) -> None:
+        """Wait until no process has a journal open: those of a killed run end some seconds after it.
+
+        Raises ForgeError after `deadline_s` seconds.
+        """
+        path, begun = Path(path), time.monotonic()
+        while path.exists():
+            with path.open("rb") as file:
+                if _lock(file):
+                    return
+            if time.monotonic() - begun > deadline_s:
+                raise ForgeError(
+                    f"{path} was in use for {deadline_s:g} s: a process of the run still lives; end it, then go on."
+                )
+            time.sleep(LOOK_AGAIN_S)
 
     @staticmethod
     def read(path: str | Path) -> list[Event]:
@@ -97,6 +122,17 @@ def _parse(path: Path) -> tuple[list[Event], int]:
             raise ForgeError(f"{path}, line {number}: {error}") from error
         whole_bytes += len(line)
     return events, whole_bytes
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Lock a file against other processes until it is closed; True also where the file system knows no locks."""
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _sync_directory(directory: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from forge_async.config.schema import Config
@@ -26,6 +26,7 @@ from forge_async.pipeline.watchdog import Watchdog
 from forge_async.replay.auto_staleness import AutoStaleness
 from forge_async.replay.lanes import Lanes
 from forge_async.runtime.meshes import Placement, close_monarch
+from forge_async.runtime.resume import ResumePoint
 from forge_async.runtime.wiring import Actors, start_actors
 
 NET_S = 10.0
@@ -36,11 +37,17 @@ class Launch:
     """One run, and what is known of it at any moment."""
 
     def __init__(
-        self, config: Config, model_folder: Path, directory: RunDirectory, progress: Progress, begun_s: float
+        self,
+        config: Config,
+        model_folder: Path,
+        directory: RunDirectory,
+        progress: Progress,
+        begun_s: float,
+        resume: ResumePoint | None = None,
     ) -> None:
-        """`begun_s` is the wall clock at which the process started."""
+        """`begun_s` is the wall clock at which the process started; `resume` is where the run goes on, if it does."""
         self._config, self._model_folder, self._directory = config, model_folder, directory
-        self._progress, self._begun_s = progress, begun_s
+        self._progress, self._begun_s, self._resume = progress, begun_s, resume
         self.startup: dict[str, float] = {}
         """Seconds from the process's start until each part was ready."""
         self.startup_s: float | None = None
@@ -53,7 +60,9 @@ class Launch:
         loop_watch = LoopWatch("the controller", self._warn).start()
         placement = await Placement.start(self._config.job, self._directory.path)
         try:
-            actors = await start_actors(self._config, self._model_folder, placement, self._directory.path, self._ready)
+            actors = await start_actors(
+                self._config, self._model_folder, placement, self._directory.path, self._ready, self._resume
+            )
             await self._train(actors)
         finally:
             if self._recorder is not None:
@@ -64,7 +73,7 @@ class Launch:
 
     async def _train(self, actors: Actors) -> None:
         """Run beside a watch over every process: the first death ends the run by name."""
-        run = self._build_run(actors)
+        run = self._build_run(actors, await actors.replay.state() if self._resume else {})
         self.result = run.result
         async with asyncio.TaskGroup() as group:
             watches = [group.create_task(_raise_on_death(handle.watch.wait_for_death)) for handle in actors.handles]
@@ -75,11 +84,12 @@ class Launch:
             for watch in watches:
                 watch.cancel()
 
-    def _build_run(self, actors: Actors) -> Run:
+    def _build_run(self, actors: Actors, earlier_groups: Mapping[str, float]) -> Run:
+        run_begun_s = self._begun_s - (self._resume.earlier_s if self._resume else 0.0)
         config, directory, dials = self._config, self._directory, self._config.asynchrony
         others: list[MetricsSink] = [TensorBoardSink(directory.tensorboard)] if config.observe.tensorboard else []
         self._recorder = Recorder(
-            begun_s=self._begun_s,
+            begun_s=run_begun_s,
             sink=CompositeSink(JsonlSink(directory.metrics), others),
             events=EventsLog(directory.events),
             rollouts=RolloutLog(directory.rollouts),
@@ -90,6 +100,7 @@ class Launch:
             workers=actors.workers,
             pids={"controller": os.getpid(), **actors.silent_pids},
             alarm=ParityAlarm(_alarm_limit(config), self._warn),
+            earlier_groups=earlier_groups,
         )
         return Run(
             replay=actors.replay,
@@ -115,6 +126,8 @@ class Launch:
             max_fruitless_steps=dials.max_filtered_batches,
             auto=AutoStaleness.of(dials, config.root.groups_per_step),
             say=self._progress.say,
+            begun_s=run_begun_s,
+            resumed=self._resume.state if self._resume else None,
         )
 
     def _warn(self, text: str) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,10 +20,13 @@ from forge_async.actors.rollout_actor import RolloutActor, RolloutPlan
 from forge_async.actors.store_actor import StoreActor
 from forge_async.config.schema import Config
 from forge_async.core.versions import PolicyVersion
+from forge_async.learner.layout import Layout
 from forge_async.pipeline.ports import Admission, EvalScores, GroupRecord, LearnerStep, Pull, ReplicaStats, WorkerReport
 from forge_async.replay.admission import Prompts
 from forge_async.rollout.oversize import SampleLimit
 from forge_async.runtime.meshes import Placement
+from forge_async.runtime.resume import JOURNAL, ResumePoint
+from forge_async.weights.retention import Committed
 
 T = TypeVar("T")
 
@@ -113,7 +116,10 @@ class RemoteLearner:
     async def stage(self, version: PolicyVersion) -> None:
         await self._handle.stage.call(version, timeout_s=self._weights_timeout_s)
 
-    async def commit(self, version: PolicyVersion) -> int:
+    async def restage(self, version: PolicyVersion) -> None:
+        await self._handle.restage.call(version, timeout_s=self._weights_timeout_s)
+
+    async def commit(self, version: PolicyVersion) -> Committed:
         return await self._first.commit.call_one(version, timeout_s=self._weights_timeout_s)
 
     async def retire(self, version: PolicyVersion) -> None:
@@ -124,6 +130,9 @@ class RemoteLearner:
 
     async def save(self, folder: str) -> None:
         await self._handle.save.call(folder, timeout_s=self._timeout_s)
+
+    async def save_state(self, folder: str) -> None:
+        await self._handle.save_state.call(folder, timeout_s=self._timeout_s)
 
     async def digest(self) -> str:
         return (await self._handle.digest.call(timeout_s=self._timeout_s))[0]
@@ -150,9 +159,17 @@ class Actors:
 
 
 async def start_actors(
-    config: Config, model_folder: Path, placement: Placement, run_dir: Path, on_ready: Callable[[str, float], None]
+    config: Config,
+    model_folder: Path,
+    placement: Placement,
+    run_dir: Path,
+    on_ready: Callable[[str, float], None],
+    resume: ResumePoint | None = None,
 ) -> Actors:
-    """Start every actor of a run together and connect them. `on_ready(name, seconds)` is told of each."""
+    """Start every actor of a run together and connect them. `on_ready(name, seconds)` is told of each.
+
+    `resume` is where the run goes on, if it does.
+    """
     begun = time.monotonic()
 
     async def ready(name: str, starting: Awaitable[T]) -> T:
@@ -167,7 +184,7 @@ async def start_actors(
             group.create_task(ready(name, _start_policy(name, number, config, model_folder, placement, limits)))
             for number, name in enumerate(names)
         ]
-        learner = group.create_task(ready("learner", _start_learner(config, model_folder, placement, limits)))
+        learner = group.create_task(ready("learner", _start_learner(config, model_folder, placement, limits, resume)))
         rollouts = [
             group.create_task(
                 ready(f"rollout_{number}", _start_rollout(number, config, model_folder, placement, limits))
@@ -179,7 +196,8 @@ async def start_actors(
     workers = [task.result() for task in rollouts]
     # The replay actor needs to know the size of an epoch, which the prompt source tells; it starts in a second.
     source, epoch_size = await workers[0].source.call_one()
-    replay = await _start_replay(config, placement, run_dir, Prompts(source=source, epoch_size=epoch_size), limits)
+    prompts = Prompts(source=source, epoch_size=epoch_size)
+    replay = await _start_replay(config, placement, run_dir, prompts, limits, resume)
     store_handle = await store.result().handle.call_one()
     version, *_ = await learner.result().connect.call(store_handle, replay)
     await asyncio.gather(
@@ -218,8 +236,12 @@ async def _start_policy(name: str, number: int, config: Config, folder: Path, pl
     return await options.as_actor(name, str(folder), *settings, seed, swap=config.asynchrony.swap, hosts=hosts)
 
 
-async def _start_learner(config: Config, folder: Path, placement: Placement, limits: dict) -> ActorHandle:
-    hosts = placement.learner
+async def _start_learner(
+    config: Config, folder: Path, placement: Placement, limits: dict, resume: ResumePoint | None
+) -> ActorHandle:
+    hosts, plan = placement.learner, LearnerPlan.of(config, str(folder))
+    if resume is not None:
+        plan = replace(plan, version=resume.version, state_folder=resume.state_folder)
     options = LearnerActor.options(
         mesh_name="learner",
         hosts=hosts,
@@ -228,7 +250,7 @@ async def _start_learner(config: Config, folder: Path, placement: Placement, lim
         with_gpus=config.job.gpus_per_host > 0,
         **limits,
     )
-    return await options.as_actor(LearnerPlan.of(config, str(folder)))
+    return await options.as_actor(plan)
 
 
 async def _start_rollout(number: int, config: Config, folder: Path, placement: Placement, limits: dict) -> ActorHandle:
@@ -252,7 +274,7 @@ async def _start_rollout(number: int, config: Config, folder: Path, placement: P
 
 
 async def _start_replay(
-    config: Config, placement: Placement, run_dir: Path, prompts: Prompts, limits: dict
+    config: Config, placement: Placement, run_dir: Path, prompts: Prompts, limits: dict, resume: ResumePoint | None
 ) -> ActorHandle:
     guess = config.root.group_size * config.policy.max_model_tokens // 2
     options = ReplayActor.options(mesh_name="replay", hosts=placement.controller, **limits)
@@ -262,7 +284,8 @@ async def _start_replay(
         num_steps=config.root.steps,
         prompts=prompts,
         tokens_guess=guess,
-        journal_path=str(run_dir / "journal" / "replay.jsonl"),
+        journal_path=str(run_dir / "journal" / JOURNAL),
+        resume_from=resume.version if resume else None,
         keep_zero_advantage=config.advantage.zero_variance == "keep" or config.objective.trains_zero_advantages,
-        attention_tokens=config.learner.attention_tokens,
+        layout=Layout.of(config.learner),
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from forge_async.core.errors import WeightsError
 from forge_async.core.versions import PolicyVersion
 
-SCHEMA = 2
+SCHEMA = 3
 DIGEST_BYTES = 8
 
 
@@ -85,6 +85,26 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Coding:
+    """How one rank's part of a version is stored."""
+
+    chain: tuple[PolicyVersion, ...]
+    """Versions whose blobs make it, the last of them itself: the first is stored whole, each other as a delta to the
+    one before."""
+    num_bytes: int
+    """Of what is stored for this version."""
+    num_elements: int = 0
+    """Elements that were compared with the version before; 0 when it is whole."""
+    num_changed: int = 0
+    """Those among them whose bits differ."""
+
+    @property
+    def base(self) -> PolicyVersion | None:
+        """The version that its delta changes; None when it is whole."""
+        return self.chain[-2] if len(self.chain) > 1 else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """The parts of all ranks together: they tile every parameter exactly."""
 
@@ -129,8 +149,22 @@ class Manifest:
     digests: bytes = b""
     """Of all shards, in the layout's order; empty when the learner made none."""
     kind: str = "full"
-    """full; later also delta and adapter."""
+    """full; delta when a part of it is stored as what changed; later also adapter."""
+    codings: tuple[Coding, ...] = ()
+    """How each part is stored, in order of rank; none: all are whole."""
+    deltas_follow: bool = False
+    """Whether later versions may be deltas to this one, so that a reader does well to keep its bits."""
     schema: int = SCHEMA
+
+    @property
+    def needs(self) -> frozenset[PolicyVersion]:
+        """The other versions without which it cannot be read."""
+        return frozenset(each for coding in self.codings for each in coding.chain[:-1])
+
+    @property
+    def stored_bytes(self) -> int:
+        """What was put into the store for it."""
+        return sum(coding.num_bytes for coding in self.codings) if self.codings else self.num_bytes
 
     @property
     def shards(self) -> tuple[Shard, ...]:

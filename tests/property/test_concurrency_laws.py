@@ -57,7 +57,7 @@ def test_a_fixed_limit_is_moved_by_nothing(observation, size):
     assert (limit.num_sequences, limit.moves) == (size, False)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(8, 400), st.integers(1, 512))
 def test_it_settles_where_the_engine_is_nearly_full_and_nothing_waits(capacity, most):
     """Sequences of 8 to 40 steps' length; the engine has room for `capacity` of them, and there are always more."""

@@ -33,9 +33,7 @@ from tests.strategies import dials, make_group
 
 EPOCH = 7
 GUESS = 10
-QUICK = settings(
-    max_examples=60, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
-)
+QUICK = settings(max_examples=60, stateful_step_count=20, suppress_health_check=[HealthCheck.too_slow], database=None)
 
 
 @dataclass(frozen=True)

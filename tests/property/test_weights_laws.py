@@ -3,7 +3,7 @@
 import asyncio
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forge_async.core.errors import WeightsError
@@ -101,7 +101,6 @@ async def elements_seen(store):
     return {int(element) for tensor in weights.values() for element in tensor.flatten()}, newest.step
 
 
-@settings(deadline=None)  # digests are made on threads, which each story starts anew
 @given(num_ranks=st.integers(1, 3), num_whole=st.integers(1, 3), crash_after=st.integers(0, 30))
 def test_wherever_a_publication_dies_readers_see_the_old_or_the_new_never_a_mix(num_ranks, num_whole, crash_after):
     async def story():
@@ -122,7 +121,6 @@ def test_wherever_a_publication_dies_readers_see_the_old_or_the_new_never_a_mix(
     asyncio.run(story())
 
 
-@settings(deadline=None)  # digests are made on threads, which each story starts anew
 @given(num_ranks=st.integers(1, 3), num_turns=st.integers(0, 30))
 def test_a_reader_beside_a_publication_sees_the_old_or_the_new(num_ranks, num_turns):
     async def story():

@@ -10,7 +10,7 @@ import pytest
 from forge_async.config import Config, check, problems
 from forge_async.config import checks as c
 from forge_async.config import checks_disk as d
-from forge_async.config.not_built import NOT_BUILT, is_built
+from forge_async.config.not_built import NOT_BUILT
 from forge_async.config.schema import KEYS
 from forge_async.core.errors import ConfigError
 from forge_async.replay.settings import SWAP_MODES
@@ -30,6 +30,16 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
     (c.objective_is_known, {"objective.name": "drgrpo"}, ["objective.name=drgrpo", "did you mean", "dr_grpo"]),
     (c.objective_is_known, {"objective.name": "best"}, ["objective.name=best is no objective", "grpo, dr_grpo"]),
     (c.loss_has_a_term, {"objective.weight": 0.0}, ["objective.weight=0", "objective.teacher"]),
+    (
+        c.updates_go_round,
+        {"learner.mini_batches": 3, "learner.updates_per_batch": 4},
+        ["learner.updates_per_batch=4", "learner.mini_batches=3", "learner.updates_per_batch=6"],
+    ),
+    (
+        c.updates_go_round,
+        {"learner.mini_batches": 4, "learner.updates_per_batch": 4, "groups_per_step": 2},
+        ["learner.mini_batches=4", "groups_per_step=2"],
+    ),
     (c.divergence_teaches, {"objective.kl_weight": 0.1, "objective.kl_kind": "k1"}, ["kl_kind=k1", "k3_is"]),
     (
         c.divergence_teaches,
@@ -170,7 +180,6 @@ def test_what_only_just_fits_is_accepted(changes: dict[str, Any]) -> None:
 ASKED = {
     "weights.transport": "rdma",
     "learner.expert_parallel": 2,
-    "run.resume": True,
 }
 
 
@@ -178,7 +187,7 @@ ASKED = {
 def test_what_is_not_built_is_refused_by_name(item: Any) -> None:
     text = refused(item.problem, {item.key: ASKED[item.key]})
     assert f"{item.key}={str(ASKED[item.key]).lower()} is not built yet" in text and f"use {item.key}=" in text
-    assert item.problem(Config()) is None and not is_built(item.key, ASKED[item.key])
+    assert item.problem(Config()) is None
 
 
 def test_the_table_of_what_is_not_built_names_real_keys() -> None:
@@ -250,10 +259,15 @@ def test_names_of_the_hub_are_left_to_the_loader(name: str) -> None:
     check(Config().replace({"model.path": name}))
 
 
+def test_only_a_run_can_go_on(tmp_path: Path) -> None:
+    assert "needs run.dir" in refused(d.run_dir_is_free, {"run.resume": True})
+    assert "nothing can go on" in refused(d.run_dir_is_free, {"run.resume": True, "run.dir": str(tmp_path / "no")})
+    assert "holds no run" in refused(d.run_dir_is_free, {"run.resume": True, "run.dir": str(tmp_path)})
+
+
 def test_a_run_directory_that_exists_is_refused(tmp_path: Path) -> None:
     text = refused(d.run_dir_is_free, {"run.dir": str(tmp_path)})
-    assert f"run.dir={tmp_path} exists" in text and "run.overwrite=true" in text
-    assert ("run.resume=true" in text) == is_built("run.resume", True)
+    assert f"run.dir={tmp_path} exists" in text and "run.overwrite=true" in text and "run.resume=true" in text
     file = tmp_path / "file"
     file.write_text("")
     assert "is a file" in refused(d.run_dir_is_free, {"run.dir": str(file)})

@@ -12,6 +12,7 @@ from forge_async.config.loading import parse
 from forge_async.config.presets import ALL_PRESETS
 from forge_async.config.schema import KEYS, SECTIONS
 from forge_async.config.sources import shipped_names
+from forge_async.core.errors import ConfigError
 from forge_async.replay.bound import UNLIMITED
 
 
@@ -193,6 +194,36 @@ def test_a_bare_file_name_is_a_file_for_from_file(tmp_path: Path, monkeypatch) -
     assert from_file("tiny_cpu").root.steps == 3
     assert compose(["tiny_cpu"]).root.steps == Config().root.steps
     assert compose(["./tiny_cpu"]).root.steps == 3
+
+
+def stored_run(tmp_path: Path, **changes: object) -> Path:
+    run = tmp_path / "run"
+    for name in ("journal", "checkpoints", "logs"):
+        (run / name).mkdir(parents=True)
+    values = {"run.dir": str(run), "run.overwrite": True, "steps": 40, "optimizer.lr": 3e-4} | changes
+    (run / "config.yaml").write_text(Config().replace(values).to_yaml())
+    return run
+
+
+def test_a_run_that_goes_on_keeps_its_settings_unless_told_otherwise(tmp_path: Path) -> None:
+    run = stored_run(tmp_path)
+    config, _ = load(["run.resume=true", f"run.dir={run}", "steps=60"])
+    assert (config.root.steps, config.optimizer.lr, config.run.overwrite) == (60, 3e-4, False)
+    config, _ = load(
+        ["run.resume=true", f"run.dir={run}", "--config", write(tmp_path / "a.yaml", "policy: {replicas: 2}")]
+    )
+    assert (config.root.steps, config.policy.replicas) == (40, 2)
+    assert load([f"run.dir={tmp_path / 'other'}"])[0].optimizer.lr == Config().optimizer.lr
+
+
+@pytest.mark.parametrize("word", ["seed=7", "groups_per_step=8", "task.name=sum", "task.options={a: 1}"])
+def test_what_a_run_draws_its_prompts_from_cannot_change_on_the_way(word: str, tmp_path: Path) -> None:
+    run = stored_run(tmp_path)
+    key, said = word.partition("=")[0], "cannot change in a run that goes on"
+    with pytest.raises(ConfigError, match=rf"^{key}=.* {said}: .* with {key}=.*leave {key} out"):
+        load(["run.resume=true", f"run.dir={run}", word])
+    same = "{}" if KEYS[key].is_mapping else KEYS[key].default
+    load(["run.resume=true", f"run.dir={run}", f"{key}={same}"])
 
 
 def test_the_configs_folder_is_the_shipped_one() -> None:

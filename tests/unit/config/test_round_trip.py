@@ -60,7 +60,7 @@ def change_of(key: Key) -> st.SearchStrategy[tuple[str, Any]]:
 CHANGES = st.lists(st.sampled_from(list(KEYS.values())).flatmap(change_of), max_size=12).map(dict)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(changes=CHANGES)
 def test_yaml_of_any_configuration_loads_as_the_same(changes: dict[str, Any], tmp_path_factory) -> None:
     config = Config().replace(changes)
@@ -72,7 +72,7 @@ def test_yaml_of_any_configuration_loads_as_the_same(changes: dict[str, Any], tm
 SIMPLE = [key for key in KEYS.values() if key.type in (int, float, bool) or key.meta["choices"]]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(changes=st.lists(st.sampled_from(SIMPLE).flatmap(change_of), max_size=12).map(dict))
 def test_overrides_then_yaml_then_load_give_the_same(changes: dict[str, Any], tmp_path_factory) -> None:
     config = compose([], [f"{key}={value}" for key, value in changes.items()])

@@ -34,13 +34,11 @@ def test_an_existing_path_is_refused_without_a_flag(tmp_path):
             RunDirectory.create(path)
 
 
-def test_resume_keeps_the_files_but_not_the_old_ending(tmp_path):
+def test_resume_keeps_the_files(tmp_path):
     run = make(tmp_path / "a")
     run.metrics.write_text("{}\n")
-    run.summary.write_text("{}")
     assert make(tmp_path / "latest", resume=True).path == run.path
     assert run.metrics.exists()
-    assert not run.summary.exists()
 
 
 def test_overwrite_deletes_a_run(tmp_path):

@@ -1,9 +1,10 @@
 import asyncio
 import io
+import time
 
 import pytest
 
-from forge_async.core.errors import RewardError, unwrap
+from forge_async.core.errors import ForgeError, PolicyError, RewardError, unwrap
 from forge_async.core.versions import PolicyVersion
 from forge_async.observe.group_events import EventsLog
 from forge_async.observe.progress import Progress
@@ -15,6 +16,7 @@ from forge_async.pipeline.evaluate import Evaluator
 from forge_async.pipeline.recorder import Recorder
 from forge_async.pipeline.ring import RingSettings
 from forge_async.pipeline.run import Run
+from forge_async.pipeline.run_state import STATE_FOLDER, RunState
 from forge_async.pipeline.settings import CheckpointSettings, EvalSettings
 from forge_async.policy.ports import Sampling
 from forge_async.policy.service import RequestService
@@ -91,6 +93,29 @@ async def test_samples_give_pass_at_k_beside_the_greedy_answers():
     assert (found.num_samples, found.sampled) == (4, bootstrap([1 / 4, 0, 2.5 / 4], 0)), "0.5 is not solved"
 
 
+async def test_samples_are_drawn_as_in_training_but_no_kept_sets_are_asked_for():
+    asked = []
+
+    class Policy:
+        async def submit(self, requests):
+            asked.extend(requests)
+            raise PolicyError("that was all")
+
+    evaluator = Evaluator(
+        renderer=FakeRenderer(),
+        scorer=FakeRewards(),
+        sampling=Sampling(max_new_tokens=5, temperature=0.7, top_p=0.9, top_k=4),
+        settings=EvalSettings(samples=3),
+        seed=0,
+    )
+    with pytest.raises(PolicyError, match="that was all"):
+        await evaluator.evaluate(FakeSource().held_out(2), Policy(), "eval")
+    sampled = [request.sampling for request in asked if request.num_samples == 3]
+    assert len(sampled) == 2
+    assert all((each.temperature, each.top_p, each.top_k) == (0.7, 0.9, 4) for each in sampled)
+    assert not any(request.sampling.records_kept_sets for request in asked)
+
+
 @pytest.mark.parametrize(("samples", "k", "ks"), [(1, [], ()), (8, [], (1, 8)), (8, [4, 2, 4], (2, 4))])
 def test_which_pass_at_k_are_told(samples, k, ks):
     assert EvalSettings(samples=samples, k=k).ks == ks
@@ -115,10 +140,12 @@ async def test_a_reward_that_fails_on_a_held_out_prompt_is_named():
 
 
 def make_run(
-    folder, *, num_steps=4, every_steps=0, save_every=None, keep=2, keep_best=True, num_prompts=2, evaluate_beside=True
-):
-    replay = FakeReplay(2, 1)
-    learner = FakeLearnerMesh(replay)
+    folder, *, num_steps=4, every_steps=0, save_every=None, keep=2, keep_best=True, num_prompts=2, evaluate_beside=True,
+    resumed=None,
+):  # fmt: skip
+    version = PolicyVersion(incarnation=1, step=resumed.step) if resumed else PolicyVersion()
+    replay = FakeReplay(2, 1, first_step=version.step)
+    learner = FakeLearnerMesh(replay, version=version)
     replicas = [FakeReplica("policy_0", learner)]
     workers = FakeWorkers(replay, replicas)
     recorder = Recorder(
@@ -146,6 +173,8 @@ def make_run(
         keep_versions=1,
         checkpoints_folder=folder / "checkpoints",
         evaluate_beside=evaluate_beside,
+        begun_s=time.time() - 100.0,
+        resumed=resumed,
     )
     return run, workers
 
@@ -167,7 +196,7 @@ async def test_checkpoints_and_evaluations_on_the_way(tmp_path):
     async with asyncio.timeout(20):
         await run.train(await run.prepare())
     assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["step-000003", "step-000004"]
-    assert [found.step for found in run.result.evaluations] == [0, 1, 2, 3, 4]
+    assert [found["step"] for found in run.result.evaluations] == [0, 1, 2, 3, 4]
     assert 0.25 in [row.get("eval/score") for row in read_metrics(tmp_path / "metrics.jsonl")]
 
 
@@ -196,7 +225,7 @@ async def test_steps_go_on_during_an_evaluation_unless_it_must_be_alone(tmp_path
         release.set()
         await training
     assert asked == ["eval 2", "eval 4", "eval 6"], "one after the other, and those on their way end"
-    assert [(found.step, found.scores.newest_version) for found in run.result.evaluations[1:]] == [
+    assert [(found["step"], found["newest_version"]) for found in run.result.evaluations[1:]] == [
         (2, 3),
         (4, 3),
         (6, 3),
@@ -231,14 +260,65 @@ async def test_a_checkpoint_stays_while_its_evaluation_is_on_its_way(tmp_path):
     workers.evaluate = slow
     training = asyncio.create_task(run.train(await run.prepare()))
     async with asyncio.timeout(20):
-        while len(workers.made) < 12:  # noqa: ASYNC110
+        while not (tmp_path / "checkpoints" / "step-000005").exists():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-        assert {"step-000001", "step-000005"} <= {path.name for path in (tmp_path / "checkpoints").iterdir()}
+        assert (tmp_path / "checkpoints" / "step-000001").exists()
         release.set()
         await training
     kept = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
     assert kept == ["step-000001", "step-000006"]
-    assert [found.step for found in run.result.evaluations] == [0, 1, 2, 3, 4, 5, 6]
+    assert [found["step"] for found in run.result.evaluations] == [0, 1, 2, 3, 4, 5, 6]
+
+
+async def test_a_checkpoint_holds_what_the_run_goes_on_with(tmp_path):
+    run, workers = make_run(tmp_path, num_steps=6, every_steps=2, keep=2)
+    scores = iter([0.1, 0.8, 0.3, 0.2, 0.2])
+
+    async def score(num_prompts, replica, name):
+        return eval_scores(next(scores))
+
+    workers.evaluate = score
+    async with asyncio.timeout(20):
+        await run.train(await run.prepare())
+    folder = tmp_path / "checkpoints"
+    state = RunState.read(folder / "step-000006")
+    assert (state.step, state.eval_before, state.best_step, state.best_score) == (6, 0.1, 2, 0.8)
+    assert [found["step"] for found in state.evaluations] == [0, 2, 4], "the last one came after it"
+    assert 100 < state.wall_s < 130
+    assert (folder / "step-000006" / STATE_FOLDER).is_dir()
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 6
+
+
+async def test_a_resumed_run_does_the_steps_that_are_left_and_remembers_what_was(tmp_path):
+    (tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
+    evaluations = ({"step": 0, "score": 0.1}, {"step": 2, "score": 0.8})
+    earlier = RunState(step=4, wall_s=9, eval_before=0.1, evaluations=evaluations, best_step=2, best_score=0.8)
+    run, workers = make_run(tmp_path, num_steps=6, every_steps=2, keep=1, resumed=earlier)
+    asked = []
+
+    async def score(num_prompts, replica, name):
+        asked.append(name)
+        return eval_scores(0.3)
+
+    workers.evaluate = score
+    async with asyncio.timeout(20):
+        version = await run.prepare()
+        assert version == PolicyVersion(incarnation=1, step=4)
+        await run.train(version)
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [5, 6]
+    assert asked == ["eval 4", "eval 6"], "the evaluation after step 4 had not ended with its checkpoint"
+    assert run.result.eval_before == 0.1 and run.result.eval_after == 0.3
+    assert [found["step"] for found in run.result.evaluations] == [0, 2, 4, 6]
+    assert run.result.best_checkpoint == tmp_path / "checkpoints" / "step-000002"
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert kept == ["step-000002", "step-000006"], "the best one is known from before"
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"schema": 1, "step": 2}', '{"schema": 2, "step": 2, "wall_s": 1}'])
+def test_a_damaged_run_state_is_named(tmp_path, text):
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(ForgeError, match=r"run\.json"):
+        RunState.read(tmp_path)
 
 
 async def test_without_keep_best_evaluations_write_no_checkpoints(tmp_path):

@@ -41,10 +41,10 @@ class World:
 
     def __init__(
         self, *, num_steps=6, groups_per_step=4, max_staleness=0, num_replicas=1, publish_every=1, keep=1,
-        learner_fails_at=None, worker_fails_at=None, pull_fails_at=None, after_step=None,
+        learner_fails_at=None, worker_fails_at=None, pull_fails_at=None, after_step=None, version=None,
     ):  # fmt: skip
-        self.replay = FakeReplay(groups_per_step, max_staleness)
-        self.learner = FakeLearnerMesh(self.replay, learner_fails_at)
+        self.replay = FakeReplay(groups_per_step, max_staleness, version.step if version else 0)
+        self.learner = FakeLearnerMesh(self.replay, learner_fails_at, version)
         names = [f"policy_{i}" for i in range(num_replicas)]
         self.replicas = [FakeReplica(name, self.learner, pull_fails_at) for name in names]
         self.workers = FakeWorkers(self.replay, self.replicas, worker_fails_at)
@@ -87,6 +87,21 @@ async def test_every_step_gets_its_batch_and_every_replica_the_last_version(max_
     assert max(world.replay.staleness) <= max_staleness
     assert world.notes.of("admitted") == sorted(world.notes.of("admitted"))
     assert sorted(world.notes.of("made")) == sorted(world.workers.made)
+
+
+async def test_a_ring_that_goes_on_does_the_steps_that_are_left():
+    done = []
+
+    async def after(steps):
+        done.append(steps)
+
+    world = World(
+        num_steps=7, publish_every=2, max_staleness=1, after_step=after, version=PolicyVersion(incarnation=2, step=3)
+    )
+    assert await world.run() == PolicyVersion(incarnation=2, step=7)
+    assert world.notes.of("stepped") == [3, 4, 5, 6]
+    assert done == [4, 5, 6, 7]
+    assert world.notes.of("published") == [4, 6, 7], "as if it had never stopped"
 
 
 async def test_at_staleness_two_generation_runs_ahead_of_training():
@@ -162,7 +177,7 @@ async def test_a_failed_publication_is_the_cause():
         committed.append(manifest)
         if len(committed) == 3:
             raise PolicyError("the store is gone")
-        await commit(manifest)
+        return await commit(manifest)
 
     world = World(max_staleness=2)
     world.learner.commit, commit = fail_later, world.learner.commit

@@ -108,7 +108,7 @@ def test_a_beginning_outside_its_range_is_refused() -> None:
         controller(begin=1, least=2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lags=st.lists(st.tuples(st.floats(0, 50), st.floats(0, 50), st.floats(0.01, 10)), max_size=60),
     least=st.integers(1, 3),

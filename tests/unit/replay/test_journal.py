@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 
 import pytest
 
@@ -42,6 +43,19 @@ def test_every_kind_of_event_survives_the_file(tmp_path) -> None:
     journal.close()
     assert Journal.read(path) == ALL_KINDS
     assert {type(event) for event in ALL_KINDS} == set(ev.Event.__args__)
+
+
+def test_a_journal_has_one_writer(tmp_path) -> None:
+    path = tmp_path / "events.jsonl"
+    journal = Journal.open(path)
+    with pytest.raises(ForgeError, match="in use by another process"):
+        Journal.open(path)
+    with pytest.raises(ForgeError, match="in use for 0 s: a process of the run still lives"):
+        Journal.wait_until_free(path, 0.0)
+    threading.Timer(0.3, journal.close).start()
+    Journal.wait_until_free(path, 20.0)
+    Journal.open(path).close()
+    Journal.wait_until_free(tmp_path / "none", 0.0)
 
 
 @pytest.mark.parametrize("torn", [b"{", b'{"schema":1,"event":"trained","step":5}', b"\x00\x00\x00\n", b'"\xff'])

@@ -64,7 +64,7 @@ def by_the_definition(untaken, ready, window, groups_per_step, order):
     return tuple(sorted(picked)) if len(picked) == groups_per_step else None
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     untaken=st.sets(st.integers(0, 20), max_size=12).map(sorted),
     steps=st.lists(st.integers(0, 4), min_size=21, max_size=21),

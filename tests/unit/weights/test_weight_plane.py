@@ -154,14 +154,15 @@ async def test_a_reader_of_a_part_fetches_and_looks_at_nothing_else(times):
     plane, reader = WeightPlane(store), WeightPlane(store)
     second_row = Wanted(name="w", dtype="int64", global_shape=(2, 4), offsets=(1, 1), shape=(1, 3))
     transfer = Transfer([second_row], shared=False)
+    reader.plan_for = transfer.plan_for
     for step in range(times):
         version = await publish(plane, step)
         store.data[f"{version}/shard/0"][0] ^= 1
-        async with reader.reading(version, transfer.plan_for) as (_, blobs):
+        async with reader.reading(version) as (_, blobs):
             assert blobs.keys() == {1}
             [source] = transfer.sources(blobs)
             assert torch.equal(source, torch.full((1, 3), step))
     store.data[f"{version}/shard/1"][0] ^= 1
     with pytest.raises(WeightsError, match="w arrived damaged"):
-        async with reader.reading(version, transfer.plan_for):
+        async with reader.reading(version):
             pass
