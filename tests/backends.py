@@ -18,6 +18,13 @@ def vllm_engine(folder: str, lora: dict[str, Any] | None = None) -> Any:
     return VllmEngine(folder, settings, PolicyVersion(), lora=LoraSettings(**lora) if lora else None)
 
 
+def vllm_engine_on_two_ranks(folder: str, scratch: str) -> Any:
+    """The same, its model on two tensor-parallel ranks; weights reach them through a store in the folder `scratch`."""
+    from tests.ranks import EngineOnRanks
+
+    return EngineOnRanks(folder, scratch)
+
+
 def titan_learner(
     folder: str,
     port: int,

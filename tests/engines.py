@@ -45,8 +45,11 @@ class FakeSubject:
 class VllmSubject:
     """vLLM with the tiny Qwen3, in a process of its own."""
 
-    def __init__(self, child, folders):
-        self.engine = child.build("tests.backends:vllm_engine", str(folders[0]))
+    def __init__(self, child, folders, *, scratch=None):
+        """`scratch`: a new folder, for an engine on two tensor-parallel ranks."""
+        where = (str(folders[0]),) if scratch is None else (str(folders[0]), str(scratch))
+        kind = "vllm_engine" if scratch is None else "vllm_engine_on_two_ranks"
+        self.engine = child.build(f"tests.backends:{kind}", *where)
         self.weights = [read_weights(folder) for folder in folders]
         self._references = [Reference(folder) for folder in folders]
 

@@ -102,6 +102,10 @@ class Options:
     """Replicas of a service."""
     with_gpus: bool = False
     """Whether each process gets a GPU of its own (CUDA_VISIBLE_DEVICES); without, it sees none."""
+    gpus_each: int = 1
+    """With GPUs, how many each process gets."""
+    gpus: tuple[int, ...] = ()
+    """These GPUs of the host, one for each process, in place of free ones: its own, that an actor hands on."""
     mesh_name: str | None = None
     """What errors, logs and processes call it; None: the class's name in lower case."""
     spmd: bool = False
@@ -159,7 +163,8 @@ async def spawn(options: Options, args: tuple[Any, ...], kwargs: Mapping[str, An
         options.name,
         options.where(),
         procs=options.procs,
-        with_gpus=options.with_gpus,
+        gpus_each=options.gpus_each if options.with_gpus else 0,
+        gpus=options.gpus,
         env=options.env,
         timeout_s=options.start_timeout_s,
     )

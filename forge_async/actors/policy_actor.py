@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import itertools
+import logging
+import os
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from forge_async.actors.forge_actor import ActorHandle, ForgeActor, concurrent_endpoint
+from forge_async.actors.engine_ranks import OwnRanks
+from forge_async.actors.forge_actor import ActorHandle, ForgeActor, Hosts, concurrent_endpoint
 from forge_async.core.clock import within
 from forge_async.core.errors import PolicyError
 from forge_async.core.versions import PolicyVersion
@@ -28,7 +33,13 @@ from forge_async.weights.reading import check_served, reading_weights
 from forge_async.weights.settings import WeightsSettings
 
 if TYPE_CHECKING:
-    from forge_async.weights.plane import WeightPlane
+    from forge_async.weights.plane import ReadReport, WeightPlane
+
+
+log = logging.getLogger(__name__)
+
+LAST_WORDS_S = 0.5
+"""Between the news of a rank's death and the end of its replica, for the answers to leave."""
 
 
 class PolicyActor(ForgeActor):
@@ -45,10 +56,12 @@ class PolicyActor(ForgeActor):
         store: ActorHandle | None = None,
         swap: str = "keep_kv",
         lora: LoraSettings | None = None,
+        hosts: Hosts | None = None,
     ) -> None:
         """With a store, it begins with the newest version that is readable there; without, `connect` and `pull`.
 
         Args:
+            hosts: where the ranks of its engine run, if there are several, and what their processes get; None: here.
             swap: what happens to requests in flight when weights arrive, a name of `policy.swap.MODES`.
             lora: the adapters that versions hold, if they hold adapters.
         """
@@ -67,24 +80,41 @@ class PolicyActor(ForgeActor):
         self._numbers = itertools.count()
         self._plane: WeightPlane | None = None
         self._unpacker = Unpacker(shared=False)
+        self._hosts = hosts
+        self._ranks: OwnRanks | None = None
+        """The processes that hold the engine's model together; None when this one holds all of it."""
+        self._watching: asyncio.Task[None] | None = None
         self._built: dict[str, float] = {}
         self._num_preemptions = 0
         """Of the engine, when `stats` was last asked."""
 
     async def setup(self) -> None:
+        if self._policy.tensor_parallel > 1:
+            gpus = tuple(int(each) for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each)
+            self._ranks = await OwnRanks.start(self._name, self._policy, self._hosts, gpus)
+            self._watching = asyncio.create_task(self._end_with_ranks(self._ranks.handle))
         await self._service.start()
         if self._store is not None:
-            self._join(await self._store.handle.call_one())
+            await self._join(await self._store.handle.call_one())
             await self._catch_up()
 
     async def teardown(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         await self._service.close()
+        if self._ranks is not None:
+            await self._ranks.close()
 
     @concurrent_endpoint
     async def connect(self, store_handle: bytes) -> dict[str, float]:
         """Join the weight store; returns how long the parts of the start took, in seconds by name."""
-        self._join(store_handle)
+        await self._join(store_handle)
         return self._built
+
+    @concurrent_endpoint
+    async def ranks(self) -> ActorHandle | None:
+        """The ranks of its engine, to be watched; None when it has just one, which is this process."""
+        return None if self._ranks is None else self._ranks.handle
 
     @concurrent_endpoint
     async def generate(self, requests: Sequence[GenerationRequest], min_step: int = 0) -> list[GenerationResult]:
@@ -172,9 +202,11 @@ class PolicyActor(ForgeActor):
             num_preemptions=preempted,
         )
 
-    def _join(self, store_handle: bytes) -> None:
+    async def _join(self, store_handle: bytes) -> None:
         from forge_async.backends.weight_stores import open_plane
 
+        if self._ranks is not None:
+            await self._ranks.connect(store_handle)
         self._plane = open_plane(store_handle)
         self._unpacker = Unpacker(shared=self._plane.store.transport.is_shared)
 
@@ -205,23 +237,43 @@ class PolicyActor(ForgeActor):
         started_s, begun = time.time(), time.perf_counter()
         plane = self._connected
         # One pull at a time, which the service sees to: they unpack into the same memory.
-        reading = reading_weights(plane, self._unpacker, version, self._base)
-        async with self._service.pulling(), reading as (weights, manifests, read):
+        async with self._service.pulling(), self._fetched(version) as (weights, manifests, read):
             fetch_s = time.perf_counter() - begun
             swap = await self._service.swap(weights, version, self._fingerprint_check(manifests))
         self._served, self._base = version, manifests[0].base or str(version)
-        split = sum(shard.num_bytes for each in manifests for shard in each.shards if not shard.is_whole)
         return Pull(
             version=version,
             fetch_s=fetch_s,
             pause_s=swap.pause_s,
             num_bytes=read.num_bytes,
-            held_bytes=read.own_bytes + split,
+            held_bytes=read.own_bytes,
             started_s=started_s,
             swap=swap,
             transport=plane.store.transport.name,
             damage=read.damage,
         )
+
+    @asynccontextmanager
+    async def _fetched(
+        self, version: PolicyVersion
+    ) -> AsyncIterator[tuple[dict[str, Any] | None, Sequence[Manifest], ReadReport]]:
+        """A version's weights, None when the engine's ranks have them, its manifest and what it took."""
+        plane = self._connected
+        if self._ranks is not None:
+            async with self._ranks.fetched(version, plane) as (manifest, read):
+                yield None, [manifest], read
+            return
+        async with reading_weights(plane, self._unpacker, version, self._base) as (weights, manifests, read):
+            cut = sum(shard.num_bytes for each in manifests for shard in each.shards if not shard.is_whole)
+            yield weights, manifests, dataclasses.replace(read, own_bytes=read.own_bytes + cut)
+
+    async def _end_with_ranks(self, ranks: ActorHandle) -> None:
+        """When a rank dies, tell all who wait, then end: a replica lives and dies as one."""
+        error = await ranks.watch.wait_for_death()
+        log.error("%s ends: %s", self._name, error)
+        self._service.fail(error)
+        await asyncio.sleep(LAST_WORDS_S)
+        os._exit(1)
 
     def _fingerprint_check(self, manifests: Sequence[Manifest]) -> Callable[[Engine], None] | None:
         verify = self._weights.verify
@@ -230,7 +282,9 @@ class PolicyActor(ForgeActor):
     def _build_engine(self) -> Engine:
         from forge_async.backends.vllm_engine import VllmEngine
 
-        engine = VllmEngine(self._model_folder, self._policy, self._start_version, self._seed, lora=self._lora)
+        engine = VllmEngine(
+            self._model_folder, self._policy, self._start_version, self._seed, ranks=self._ranks, lora=self._lora
+        )
         self._built = {"import_s": engine.import_s, "build_s": engine.build_s}
         # What start-up left behind stays for good: without this the collector walks it every few engine steps.
         gc.collect()

@@ -132,7 +132,8 @@ class Procs:
     running: set[Procs] = set()
     """All that this process has started and not ended."""
 
-    def __init__(self, name: str, hosts: Hosts, mesh: ProcMesh, pulse: Any, gpus: tuple[int, ...]) -> None:
+    def __init__(self, name: str, hosts: Hosts, mesh: ProcMesh, pulse: Any, gpus: tuple[int, ...] = ()) -> None:
+        """`gpus`: those that were taken for it."""
         self.name = name
         self.safe_name = _safe(name)
         self.hosts = hosts
@@ -144,20 +145,28 @@ class Procs:
 
     @classmethod
     async def start(
-        cls, name: str, hosts: Hosts, *, procs: int, with_gpus: bool, env: Mapping[str, str], timeout_s: float
+        cls,
+        name: str,
+        hosts: Hosts,
+        *,
+        procs: int,
+        env: Mapping[str, str],
+        timeout_s: float,
+        gpus_each: int = 0,
+        gpus: tuple[int, ...] = (),
     ) -> Procs:
         """Start `procs` processes on each of `hosts`, and wait until all answer.
 
-        With GPUs each process sees one of its host's, the lowest that no other mesh of this process holds
-        (this path has not been run on a machine with GPUs); without, it sees none.
+        Each process sees `gpus_each` of its host's GPUs, the lowest that no other mesh of this process holds, or one of
+        those `gpus` that are given (this path has not been run on a machine with GPUs); otherwise it sees none.
         """
-        gpus = _take_gpus(hosts, procs) if with_gpus else ()
+        taken = _take_gpus(hosts, procs * gpus_each) if gpus_each and not gpus else ()
         variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": _import_path(), **hosts.env, **env}
         mesh = hosts.mesh.spawn_procs(
-            per_host={PROCS: procs}, name=_safe(name), bootstrap_command=_bootstrap(variables, gpus)
+            per_host={PROCS: procs}, name=_safe(name), bootstrap_command=_bootstrap(variables, gpus or taken, procs)
         )
         log_stem = str(Path(hosts.log_dir) / _safe(name)) if hosts.log_dir else ""
-        self = cls(name, hosts, mesh, mesh.spawn("pulse", Pulse, log_stem), gpus)
+        self = cls(name, hosts, mesh, mesh.spawn("pulse", Pulse, log_stem), taken)
         Procs.running.add(self)
         try:
             beats = within(_call(self.pulse.beat), timeout_s, who=name, waits_for="its processes", from_whom=hosts.name)
@@ -226,11 +235,12 @@ def _import_path() -> str:
     return os.pathsep.join(entry or os.getcwd() for entry in sys.path if not entry.startswith(installed))  # noqa: PTH109
 
 
-def _bootstrap(variables: Mapping[str, str], gpus: tuple[int, ...]) -> Callable[[Any], BootstrapCommand]:
+def _bootstrap(variables: Mapping[str, str], gpus: tuple[int, ...], procs: int) -> Callable[[Any], BootstrapCommand]:
     base: Any = default_bootstrap_cmd()
+    each = len(gpus) // procs
 
     def command(point: Any) -> BootstrapCommand:
-        visible = str(gpus[point[PROCS]]) if gpus else ""
+        visible = ",".join(map(str, gpus[point[PROCS] * each : (point[PROCS] + 1) * each]))
         env = {**base.env, "CUDA_VISIBLE_DEVICES": visible, **variables}
         return BootstrapCommand(base.program, base.arg0, base.args, env)
 

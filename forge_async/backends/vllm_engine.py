@@ -12,16 +12,17 @@ Facts that shape this file, measured on vLLM 0.32:
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from forge_async.backends.hf_renderer import HfRenderer
 from forge_async.backends.vllm_adapter import AdapterSlot, adapters_of, engine_arguments
 from forge_async.backends.vllm_inside import Inside
+from forge_async.backends.vllm_process import prepare
+from forge_async.backends.vllm_rank_weights import RankWeights, build_on_ranks
 from forge_async.core import kept_sets
 from forge_async.core.errors import PolicyError, WeightsError
 from forge_async.core.packages import require
@@ -33,17 +34,8 @@ from forge_async.policy.settings import PolicySettings
 from forge_async.policy.stop_strings import StopWatcher
 from forge_async.weights.adapters import is_adapter
 
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-}
-CPU_ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    # vLLM compiles one function of its sampler even in eager mode, which costs half a minute on a cold machine.
-    "TORCHDYNAMO_DISABLE": "1",
-}
+if TYPE_CHECKING:
+    from forge_async.backends.vllm_executor import Ranks
 
 TIED_TOKENS = 16
 """Room in a kept set beside top_k: where tokens share the k-th place, vLLM keeps all of them (on a CPU; on a GPU k)."""
@@ -59,6 +51,7 @@ class VllmEngine:
         version: PolicyVersion,
         seed: int = 0,
         *,
+        ranks: Ranks | None = None,
         lora: LoraSettings | None = None,
     ) -> None:
         """Build the engine with weights of no meaning; `load` brings the first real ones.
@@ -68,29 +61,25 @@ class VllmEngine:
             settings: sizes and dtype.
             version: what is stamped until the first load.
             seed: of draws whose request names none.
-            lora: the adapters that `load` may be given; None: none.
+            ranks: the processes that hold the model together; None: this one holds all of it.
+            lora: the adapters that `load` may be given, by an engine in this process alone; None: none.
         """
         begun = time.perf_counter()
         require("vllm", feature="the policy engine")
-        import torch
-
-        on_cpu = not torch.cuda.is_available()
-        os.environ.update(ENVIRONMENT)
-        if on_cpu:
-            os.environ.update({k: v for k, v in CPU_ENVIRONMENT.items() if not (settings.compile and "DYNAMO" in k)})
+        on_cpu = prepare(settings.compile)
         from vllm import EngineArgs, LLMEngine
         from vllm.exceptions import VLLMError
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         self.import_s = time.perf_counter() - begun
-        if on_cpu:
-            import vllm._custom_ops as custom_ops
-
-            custom_ops._supports_onednn = False
         self._params_class, self._final_only = SamplingParams, RequestOutputKind.FINAL_ONLY
         self._refusals = (ValueError, VLLMError)
         arguments = _arguments(model_folder, settings, seed, on_cpu) | engine_arguments(lora, on_cpu)
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self._ranks: RankWeights | None = None
+        if ranks is None:
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        else:
+            self._engine, self._ranks = build_on_ranks(ranks, arguments)
         self.build_s = time.perf_counter() - begun - self.import_s
         self._inside = Inside(self._engine)
         self._slot = AdapterSlot(self._inside.model_runner(), lora) if lora else None
@@ -136,17 +125,11 @@ class VllmEngine:
     def num_unfinished(self) -> int:
         return self._engine.get_num_unfinished_requests() + len(self._finished)
 
-    def load(self, weights: Mapping[str, Any], version: PolicyVersion, *, keep_kv: bool = True) -> int:
-        self._refuse_misfits(weights, version)
-        whole, adapter = adapters_of(weights)
-        items = list(whole.items())
+    def load(self, weights: Mapping[str, Any] | None, version: PolicyVersion, *, keep_kv: bool = True) -> int:
+        if self._ranks is None:
+            self._refuse_misfits(weights or {}, version)
         try:
-            if items:
-                self._engine.collective_rpc(
-                    lambda worker: len(worker.get_model().load_weights(iter(items)))  # pyright: ignore[reportCallIssue]
-                )
-            if self._slot:
-                self._slot.write(adapter)
+            self._write(weights)
         except Exception as error:
             self._torn = f"the load of {version} broke off ({error})"
             raise
@@ -156,8 +139,20 @@ class VllmEngine:
         self._inside.salt_anew(self._salt)
         return num_dropped
 
+    def _write(self, weights: Mapping[str, Any] | None) -> None:
+        if self._ranks is not None:
+            self._ranks.load()
+            return
+        items = list((weights or {}).items())
+        self._engine.collective_rpc(
+            lambda worker: len(worker.get_model().load_weights(iter(items)))  # pyright: ignore[reportCallIssue]
+        )
+
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
         names = list(names)
+        if self._ranks is not None:
+            yield from self._ranks.read(names)
+            return
         if self._slot:
             yield from self._slot.read(names)
             names = [name for name in names if not is_adapter(name)]

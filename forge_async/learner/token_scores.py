@@ -91,7 +91,12 @@ def _scores(
     import torch
     from torch.nn.functional import cross_entropy
 
-    logits = whole(project(hidden))
+    from forge_async.learner.split_vocabulary import is_split, split_scores
+
+    logits = project(hidden)
+    if kept_set is None and is_split(logits):
+        return split_scores(logits, targets, wanted.temperature, wanted.entropy)
+    logits = whole(logits)
     if kept_set is not None:
         logprobs, entropy = kept_terms(logits, targets, kept_set, wanted.temperature)
         return logprobs, {"none": None, "figure": entropy.detach(), "gradient": entropy}[wanted.entropy]

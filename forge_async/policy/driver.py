@@ -134,7 +134,7 @@ class Driver:
         return [nothing_made(request) for request in queued] + self._cut_inside(wanted)
 
     def swap(
-        self, weights: Mapping[str, Any], version: PolicyVersion, check: Callable[[Engine], None] | None = None
+        self, weights: Mapping[str, Any] | None, version: PolicyVersion, check: Callable[[Engine], None] | None = None
     ) -> SwapRecord:
         """Load a version, then deal with the requests in flight as the mode says.
 

@@ -127,13 +127,14 @@ class Engine(Protocol):
         """Requests that a further step would advance."""
         ...
 
-    def load(self, weights: Mapping[str, Any], version: PolicyVersion, *, keep_kv: bool = True) -> int:
+    def load(self, weights: Mapping[str, Any] | None, version: PolicyVersion, *, keep_kv: bool = True) -> int:
         """Replace the weights between steps, requests in flight or not.
 
         No request that comes or begins later is served from KV of before, or of requests that were running now.
 
         Args:
-            weights: Hugging Face name to tensor, all parameters.
+            weights: Hugging Face name to tensor, all parameters; None for an engine whose ranks have fetched their own
+                slices of them.
             version: what is stamped on tokens from the next step on.
             keep_kv: whether running requests keep the KV that the old weights made; it is computed again otherwise.
 
@@ -145,7 +146,7 @@ class Engine(Protocol):
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
         """Yield (name, tensor) of what is really served, by Hugging Face names, fused layers taken apart.
 
-        Names that the engine does not hold are left out.
+        Names that the engine does not hold are left out. One comes more than once where several ranks hold copies.
         """
         ...
 

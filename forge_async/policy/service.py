@@ -192,7 +192,7 @@ class RequestService:
                     self._post(driver.release)
 
     async def swap(
-        self, weights: Mapping[str, Any], version: PolicyVersion, check: Callable[[Engine], None] | None = None
+        self, weights: Mapping[str, Any] | None, version: PolicyVersion, check: Callable[[Engine], None] | None = None
     ) -> SwapRecord:
         """Swap weights in, inside `pulling`, between two steps; a drain first waits for what is in flight.
 
@@ -218,6 +218,10 @@ class RequestService:
             return ServiceStats()
         stats, self._driver.stats = self._driver.stats, ServiceStats()
         return stats
+
+    def fail(self, error: ForgeError) -> None:
+        """End for good, because the engine cannot go on: all who wait, and all who come later, hear of it."""
+        self._fail(error)
 
     def num_unfinished(self) -> int:
         """Requests submitted and not finished."""

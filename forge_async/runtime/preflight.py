@@ -86,6 +86,12 @@ def check_shape(config: Config, shape: ModelShape) -> None:
                 f"{key}={config.value(key)} does not divide the model's {shape.num_heads} attention heads; "
                 f"use a divisor, such as {key}=1."
             )
+    ranks, heads = config.policy.tensor_parallel, shape.num_kv_heads
+    if max(ranks, heads) % min(ranks, heads):
+        raise ConfigError(
+            f"policy.tensor_parallel={ranks} neither divides the model's {heads} key-value heads nor is a multiple of "
+            "them; use a divisor, such as policy.tensor_parallel=1."
+        )
     if shape.num_kv_heads % config.learner.tensor_parallel:
         raise ConfigError(
             f"learner.tensor_parallel={config.learner.tensor_parallel} does not divide the model's "

@@ -204,16 +204,17 @@ async def start_actors(
         *(handle.connect.call_one(store_handle) for handle in replicas.values()),
         *(worker.connect.call_one(replicas, replay) for worker in workers),
     )
+    ranks = await asyncio.gather(*(handle.ranks.call_one() for handle in replicas.values()))
     deadline, weights_deadline = config.run.step_timeout_s, config.weights.timeout_s
     return Actors(
         replay=RemoteReplay(replay, deadline),
         learner=RemoteLearner(learner.result(), deadline, weights_deadline),
         replicas=tuple(RemoteReplica(name, handle, deadline, weights_deadline) for name, handle in replicas.items()),
         workers=RemoteWorkers(workers, deadline),
-        handles=(learner.result(), *replicas.values(), *workers, store.result(), replay),
+        handles=(*filter(None, ranks), learner.result(), *replicas.values(), *workers, store.result(), replay),
         silent_pids={
-            name: process.pid
-            for name, handle in (("store", store.result()), ("replay", replay))
+            f"{handle.name}_{process.rank}" if len(handle.processes) > 1 else handle.name: process.pid
+            for handle in (store.result(), replay, *filter(None, ranks))
             for process in handle.processes
             if process.is_local
         },
@@ -227,19 +228,13 @@ async def _start_store(config: Config, placement: Placement, run_dir: Path, limi
 
 
 async def _start_policy(name: str, number: int, config: Config, folder: Path, placement: Placement, limits: dict):
+    hosts, with_gpus = placement.policy.one(number), config.job.gpus_per_host > 0
     options = PolicyActor.options(
-        mesh_name=name, hosts=placement.policy.one(number), with_gpus=config.job.gpus_per_host > 0, **limits
+        mesh_name=name, hosts=hosts, with_gpus=with_gpus, gpus_each=config.policy.tensor_parallel, **limits
     )
-    return await options.as_actor(
-        name,
-        str(folder),
-        config.policy,
-        config.weights,
-        PolicyVersion(),
-        config.root.seed,
-        swap=config.asynchrony.swap,
-        lora=config.travelling_lora(),
-    )
+    settings, seed = (config.policy, config.weights, PolicyVersion()), config.root.seed
+    lora, swap = config.travelling_lora(), config.asynchrony.swap
+    return await options.as_actor(name, str(folder), *settings, seed, swap=swap, lora=lora, hosts=hosts)
 
 
 async def _start_learner(

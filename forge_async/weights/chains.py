@@ -6,7 +6,7 @@ be laid out, split or quantised otherwise, and a delta that fails half way must 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -123,6 +123,7 @@ def rebuild(
     fetched: Sequence[tuple[Wanted, torch.Tensor]],
     held: Held | None,
     own: Callable[[int, torch.Tensor], torch.Tensor],
+    only: Collection[int] | None = None,
 ) -> dict[int, torch.Tensor]:
     """The blob of each rank, checked against the manifest's digests. What is held is changed in place.
 
@@ -131,6 +132,7 @@ def rebuild(
         fetched: what `wanted` asked for, in its order.
         held: as it was given to `wanted`.
         own: makes of a rank's whole blob, as it was read, one that may be written to.
+        only: the shards to check, by their places in the layout; None: all.
 
     Raises DeltaError when deltas do not lead to what the manifest says, WeightsError when a whole blob is damaged.
     """
@@ -143,7 +145,7 @@ def rebuild(
             else:
                 _apply(parts[link.rank], blobs[link.rank], value)
         for rank, blob in blobs.items():
-            check_blob(manifest, rank, blob)
+            check_blob(manifest, rank, blob, only)
     except WeightsError as error:
         if manifest.kind != "delta":
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -128,12 +128,16 @@ def pack(local_shards: Iterable[LocalShard], rank: int) -> tuple[Packed, torch.T
 
 def digests(part: Part, blob: torch.Tensor) -> bytes:
     """xxh3-64 of every shard in a rank's blob, 8 bytes each. Releases Python's global lock for large shards."""
+    return _digests(part.shards, blob)
+
+
+def _digests(shards: Sequence[Shard], blob: torch.Tensor) -> bytes:
     import xxhash
 
     flat, hashed = blob.numpy(), xxhash.xxh3_64_intdigest
     found = [
         hashed(flat[each.start_bytes : each.start_bytes + each.num_bytes])  # pyright: ignore[reportArgumentType]
-        for each in part.shards
+        for each in shards
     ]
     return struct.pack(f"<{len(found)}Q", *found)
 
@@ -153,6 +157,11 @@ class Transfer:
         self._parts: dict[int, tuple[Copy, ...]] = {}
         """The copies out of each rank's blob."""
         self._views = Views()
+
+    def plan_for(self, layout: Layout) -> TransferPlan:
+        """The plan for a layout, which is followed from now on. Raises like `compile_plan`."""
+        self.follow(layout)
+        return self.plan
 
     def follow(self, layout: Layout) -> bool:
         """Plan for a layout, unless that was the last one; whether it is another. Raises like `compile_plan`."""
@@ -227,8 +236,11 @@ def unpack(manifest: Manifest, blobs: Mapping[int, torch.Tensor]) -> dict[str, t
     return Unpacker(shared=False).unpack(manifest, blobs)
 
 
-def check_blob(manifest: Manifest, rank: int, blob: torch.Tensor) -> None:
-    """Raise WeightsError when a blob as received is not what its rank packed. Does nothing without digests."""
+def check_blob(manifest: Manifest, rank: int, blob: torch.Tensor, only: Collection[int] | None = None) -> None:
+    """Raise WeightsError when a blob as received is not what its rank packed. Does nothing without digests.
+
+    `only`: the shards to look at, by their places in the layout; None: all.
+    """
     if not manifest.digests:
         return
     part = next(part for part in manifest.layout.parts if part.rank == rank)
@@ -237,8 +249,10 @@ def check_blob(manifest: Manifest, rank: int, blob: torch.Tensor) -> None:
             f"{manifest.version}: {part.shards[-1].name} arrived damaged from the store: rank {rank}'s blob has "
             f"{blob.numel()} of {part.blob_bytes} bytes; the version before it stays in use."
         )
-    found = struct.unpack(f"<{len(part.shards)}Q", digests(part, blob))
-    for shard, value in zip(part.shards, found, strict=True):
+    places = manifest.layout.positions
+    shards = [each for each in part.shards if only is None or places[rank, each.start_bytes] in only]
+    found = struct.unpack(f"<{len(shards)}Q", _digests(shards, blob))
+    for shard, value in zip(shards, found, strict=True):
         if value != manifest.digest_of(shard):
             raise WeightsError(
                 f"{manifest.version}: {shard.name} arrived damaged from the store; the version before it stays in use."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from forge_async.weights.chains import SHARD, DeltaWriter, Held, Published, Want
 from forge_async.weights.manifest import SCHEMA, Coding, Layout, Manifest, Part, build_layout
 from forge_async.weights.packing import digests
 from forge_async.weights.ports import WeightStore
+from forge_async.weights.reshard import TransferPlan
 
 MANIFEST = "/manifest"
 
@@ -96,6 +97,9 @@ class WeightPlane:
         self.store = store
         self.last_read = ReadReport()
         """Of the last version that was read whole."""
+        self.plan_for: Callable[[Layout], TransferPlan] | None = None
+        """The plan of a reader that holds a part of the model: blobs out of which it copies nothing are not read, and
+        shards that it does not touch not looked at. None: all is read."""
         self._checksums, self._deltas = checksums, deltas
         self._put_parts: set[str] = set()
         self._staged: dict[int, tuple[PolicyVersion, _StagedPart]] = {}
@@ -317,7 +321,8 @@ class WeightPlane:
             return warm[rank].copy_(blob) if rank in warm and warm[rank].shape == blob.shape else blob.clone()
 
         unchecked = dataclasses.replace(manifest, digests=manifest.digests if self._checksums else b"")
-        blobs = await asyncio.to_thread(rebuild, unchecked, fetched, held, own)
+        shards = None if self.plan_for is None else self.plan_for(manifest.layout).shards
+        blobs = await asyncio.to_thread(rebuild, unchecked, fetched, held, own, shards)
         num_bytes = sum(value.numel() for _, value in fetched)
         kept = not any(not link.is_delta for link, _ in fetched)  # put together in memory of an earlier version
         self.last_read = ReadReport(
@@ -344,17 +349,25 @@ class WeightPlane:
         except KeyError:
             return None
         manifest = await self._manifest(version, record)
-        return (manifest, list(zip(links, values, strict=True))) if wanted(manifest, held) == links else None
+        return (manifest, list(zip(links, values, strict=True))) if self._wanted(manifest, held) == links else None
 
     async def _read_in_two(self, stack: AsyncExitStack, version: PolicyVersion, held: Held | None) -> _Read:
         manifest = await self.manifest(version)
-        links = wanted(manifest, held)
+        links = self._wanted(manifest, held)
         self._expected = list(dict.fromkeys((link.rank, link.is_delta) for link in links if link.version == version))
         try:
             values = await stack.enter_async_context(self.store.reading([link.key for link in links]))
         except KeyError as error:
             raise WeightsError(f"{version} was retired while it was read; pull a newer one.") from error
         return manifest, list(zip(links, values, strict=True))
+
+    def _wanted(self, manifest: Manifest, held: Held | None) -> list[Wanted]:
+        """What must be read for a version by this reader."""
+        links = wanted(manifest, held)
+        if self.plan_for is None:
+            return links
+        ranks = self.plan_for(manifest.layout).ranks
+        return [link for link in links if link.rank in ranks]
 
     async def retire(self, version: PolicyVersion) -> None:
         """Delete a version, and whatever older one was staged and never committed. Unknown versions are ignored."""

@@ -115,13 +115,13 @@ def _shards_of(layout: Layout, box: Wanted) -> list[Shard]:
     shards = layout.names.get(box.name)
     if not shards:
         raise WeightsError(
-            f"The reader holds {box.name}, which the learner does not publish; nothing was written. "
+            f"The engine holds {box.name}, which the learner does not publish; nothing was written. "
             "Check that model.path is the same for learner and policy."
         )
     have, want = (shards[0].dtype, shards[0].global_shape), (box.dtype, box.global_shape)
     if have != want:
         raise WeightsError(
-            f"The learner publishes {box.name} as {have[0]} {have[1]}, and the reader holds {want[0]} {want[1]}; "
+            f"The learner publishes {box.name} as {have[0]} {have[1]}, and the engine holds {want[0]} {want[1]}; "
             "nothing was written. Check model.path, policy.dtype and what is published."
         )
     return shards

@@ -34,7 +34,16 @@ ENGINES = (
     "fake",
     pytest.param("vllm", marks=pytest.mark.stack),
     pytest.param("vllm_adapter", marks=[pytest.mark.stack, pytest.mark.long]),
+    pytest.param("vllm_on_two_ranks", marks=[pytest.mark.stack, pytest.mark.long]),
 )
+
+
+@pytest.fixture(scope="session")
+def ranks_child(tmp_path_factory):
+    """The process of an engine whose model lies on two ranks, which are processes of their own."""
+    made = Child(tmp_path_factory.mktemp("ranks") / "log", timeout_s=400)
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session", params=ENGINES)
@@ -48,7 +57,10 @@ def engine_subject(request, tmp_path_factory):
         adapters = [random_adapter(folder / f"a{seed}", base, seed, targets=LORA_TARGETS) for seed in (1, 2)]
         return VllmAdapterSubject(request.getfixturevalue("engine_child"), base, adapters, LORA_TARGETS)
     folders = [without_end(make_model(tmp_path_factory.mktemp(f"model{seed}"), "qwen3", seed)) for seed in (0, 1)]
-    return VllmSubject(request.getfixturevalue("engine_child"), folders)
+    if request.param == "vllm":
+        return VllmSubject(request.getfixturevalue("engine_child"), folders)
+    scratch = tmp_path_factory.mktemp("store") / "weights"
+    return VllmSubject(request.getfixturevalue("ranks_child"), folders, scratch=scratch)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from e2e.runs import TINY, finish, processes_of, run, start, wait_for_steps
 
 from forge_async.observe.names import check_row
 from forge_async.observe.rollout_log import read_rollouts
+from tests.models import make_model
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 
@@ -97,3 +98,24 @@ def stop_and_go(pid: int, ended: threading.Event) -> None:
             ended.wait(0.05)
     except ProcessLookupError:
         pass
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_tensor_parallel_learner_and_engine_train_and_agree(tmp_path: Path) -> None:
+    """Two ranks each, cut differently: what is sampled is what is trained, with the weights of each step."""
+    model, reward = make_model(tmp_path / "model", "qwen3_wide"), tmp_path / "reward.py"
+    reward.write_text("def score(completion):\n    return sum(map(ord, completion)) % 7 / 7\n")
+    words = [
+        f"model.path={model}", "learner.ranks=2", "learner.tensor_parallel=2", "policy.tensor_parallel=2", "steps=3",
+        *TINY, "optimizer.lr=0.001", "async.max_staleness=0", "weights.verify=full", f"reward={reward}:score",
+        "run.start_timeout_s=450",
+    ]  # fmt: skip
+    ours = run(tmp_path, words, timeout_s=580)
+    assert ours.code == 0, ours.output
+    assert ours.summary["steps"] == 3
+    for row in ours.rows:
+        assert row["mismatch/logprob_diff_max"] < 1e-4
+        assert row["grad_norm"] > 0
+    assert len({row["mismatch/logprob_diff_max"] for row in ours.rows}) == 3, "each step sampled with other weights"
+    assert processes_of(ours.folder) == {}

@@ -197,7 +197,6 @@ def test_what_only_just_fits_is_accepted(changes: dict[str, Any]) -> None:
 
 ASKED = {
     "weights.transport": "rdma",
-    "policy.tensor_parallel": 2,
     "learner.expert_parallel": 2,
 }
 
@@ -215,11 +214,9 @@ def test_the_table_of_what_is_not_built_names_real_keys() -> None:
 
 
 def test_check_tells_the_first_problem_and_problems_tells_all() -> None:
-    config = Config().replace({"policy.tensor_parallel": 2, "group_size": 1, "learner.ranks": 3})
+    config = Config().replace({"weights.transport": "rdma", "group_size": 1, "learner.ranks": 3})
     assert len(list(problems(config))) == 3
-    with pytest.raises(
-        ConfigError, match=r"policy\.tensor_parallel=2 is not built yet; use policy\.tensor_parallel=1\."
-    ):
+    with pytest.raises(ConfigError, match=r"weights\.transport=rdma is not built yet; use weights\.transport=auto"):
         check(config)
 
 

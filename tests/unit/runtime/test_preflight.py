@@ -105,6 +105,11 @@ def test_an_unreadable_config_is_refused(tmp_path: Path, text: str | None, word:
         ({"head_dim": 16}, {}, ["head_dim=16", "on CPU", "32, 64"]),
         ({}, {"policy.max_model_tokens": 512}, ["policy.max_model_tokens=512", "max_position_embeddings=256"]),
         ({}, {"learner.tensor_parallel": 3}, ["learner.tensor_parallel=3", "2 attention heads"]),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 3},
+            {"policy.tensor_parallel": 2},
+            ["policy.tensor_parallel=2", "3 key-value heads"],
+        ),
         ({"num_key_value_heads": 1}, {"learner.tensor_parallel": 2}, ["tensor_parallel=2", "1 key-value heads"]),
         ({"num_hidden_layers": 512}, {"policy.kv_cache_bytes": 1 << 20}, ["policy.kv_cache_bytes=1048576", "or more"]),
     ],

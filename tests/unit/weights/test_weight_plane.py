@@ -5,8 +5,9 @@ import torch
 
 from forge_async.core.errors import WeightsError
 from forge_async.core.versions import PolicyVersion
-from forge_async.weights.packing import LocalShard, Packer
+from forge_async.weights.packing import LocalShard, Packer, Transfer
 from forge_async.weights.plane import WeightPlane
+from forge_async.weights.reshard import Wanted
 from tests.fakes import MemoryStore
 
 
@@ -213,3 +214,24 @@ async def test_one_rank_that_does_not_hold_everything_cannot_publish_alone():
     with pytest.raises(WeightsError, match="the shards of w hold 4 elements in boxes that do not tile its 8"):
         await WeightPlane(store).publish(PolicyVersion(step=4), part, blob)
     assert store.data == {}
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_reader_of_a_part_fetches_and_looks_at_nothing_else(times):
+    """Once when nothing is known of the version before, and once more as its successor."""
+    store = MemoryStore()
+    plane, reader = WeightPlane(store), WeightPlane(store)
+    second_row = Wanted(name="w", dtype="int64", global_shape=(2, 4), offsets=(1, 1), shape=(1, 3))
+    transfer = Transfer([second_row], shared=False)
+    reader.plan_for = transfer.plan_for
+    for step in range(times):
+        version = await publish(plane, step)
+        store.data[f"{version}/shard/0"][0] ^= 1
+        async with reader.reading(version) as (_, blobs):
+            assert blobs.keys() == {1}
+            [source] = transfer.sources(blobs)
+            assert torch.equal(source, torch.full((1, 3), step))
+    store.data[f"{version}/shard/1"][0] ^= 1
+    with pytest.raises(WeightsError, match="w arrived damaged"):
+        async with reader.reading(version):
+            pass

@@ -1,0 +1,31 @@
+"""What a process sets before it imports vLLM, for an engine or for one rank of it."""
+
+from __future__ import annotations
+
+import os
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+CPU_ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    # vLLM compiles one function of its sampler even in eager mode, which costs half a minute on a cold machine.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+
+def prepare(compiles: bool) -> bool:
+    """Set the environment, import vLLM and leave its linear layers unpacked; returns whether this is a CPU."""
+    import torch
+
+    on_cpu = not torch.cuda.is_available()
+    os.environ.update(ENVIRONMENT)
+    if on_cpu:
+        os.environ.update({k: v for k, v in CPU_ENVIRONMENT.items() if not (compiles and "DYNAMO" in k)})
+        import vllm._custom_ops as custom_ops
+
+        custom_ops._supports_onednn = False
+    return on_cpu
