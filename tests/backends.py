@@ -25,10 +25,7 @@ def titan_learner(
     rank: int = 0,
     ranks: int = 1,
     tensor_parallel: int = 1,
-    row_tokens: int = 64,
-    micro_batch_tokens: int = 8192,
     logit_chunk_tokens: int = 2048,
-    packed: bool = True,
     lr: float = 1e-3,
     temperature: float = 1.0,
     publish_dtype: str = "float32",
@@ -37,6 +34,7 @@ def titan_learner(
     updates_per_batch: int = 1,
     lora: dict[str, Any] | None = None,
     merge_adapters: bool = False,
+    decay: str = "linear",
 ) -> Any:
     """A rank of a torchtitan learner; one made before in this process is closed."""
     os.environ.update(
@@ -55,13 +53,10 @@ def titan_learner(
         learner=LearnerSettings(
             ranks=ranks,
             tensor_parallel=tensor_parallel,
-            row_tokens=row_tokens,
-            micro_batch_tokens=micro_batch_tokens,
             logit_chunk_tokens=logit_chunk_tokens,
-            packed=packed,
             updates_per_batch=updates_per_batch,
         ),
-        optimizer=OptimizerSettings(lr=lr, warmup_steps=0),
+        optimizer=OptimizerSettings(lr=lr, warmup_steps=0, decay=decay),
         total_steps=10,
         seed=0,
         temperature=temperature,

@@ -29,6 +29,7 @@ from forge_async.policy.ports import GenerationRequest, GenerationResult, Occupa
 from forge_async.policy.service import ServiceStats
 from forge_async.reward.ports import RewardCall, RewardFault, RewardOutcome
 from forge_async.weights.manifest import Part
+from forge_async.weights.retention import Committed
 from forge_async.weights.transports import Transport
 
 TABLE = "table.weight"
@@ -146,7 +147,7 @@ class FakeEngine:
             logprobs = log_softmax(self.table[row.last])
             token = int(np.argmax(logprobs))
         row.tokens.append(token)
-        if sampling.leaves_out:
+        if sampling.records_kept_sets:
             order = np.argsort(-logprobs, kind="stable")
             row.kept_sets.append(kept_sets.from_logprobs(order[None], logprobs[order][None], is_whole=True))
         row.logprobs.append(float(logprobs[token]))
@@ -270,7 +271,6 @@ class MemoryStore:
         survives_members=True,
         cross_host=False,
         is_shared=False,
-        medium="a dictionary of this process",
     )
 
     def __init__(self, crash_after: int | None = None) -> None:
@@ -503,6 +503,9 @@ class FakeLearnerMesh:
         self.store: list[PolicyVersion] = []
         """Readable versions."""
         self.retired: list[PolicyVersion] = []
+        self.deltas = False
+        """Whether versions after the first are deltas to it."""
+        self.restaged: list[PolicyVersion] = []
 
     async def step(self, step: int, snapshot: bool) -> list[LearnerStep]:
         assert step == self.version.step
@@ -522,9 +525,15 @@ class FakeLearnerMesh:
     async def stage(self, version: PolicyVersion) -> None:
         self._snapshots.remove(version)
 
-    async def commit(self, version: PolicyVersion) -> int:
-        self.store.append(version)
-        return 8
+    async def restage(self, version: PolicyVersion) -> None:
+        self.restaged.append(version)
+
+    async def commit(self, version: PolicyVersion) -> Committed:
+        whole = version in self.restaged or not self.deltas or not self.store
+        self.store = [*(each for each in self.store if each != version), version]
+        if whole:
+            return Committed(num_bytes=8)
+        return Committed(num_bytes=2, needs=frozenset(self.store[:1]), num_elements=4, num_changed=1)
 
     async def retire(self, version: PolicyVersion) -> None:
         self.store.remove(version)

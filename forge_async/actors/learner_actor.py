@@ -16,9 +16,10 @@ import numpy as np
 from forge_async.actors.forge_actor import ActorHandle, ForgeActor, concurrent_endpoint
 from forge_async.core.errors import ForgeError, LearnerError, one_sentence
 from forge_async.core.records import Samples
+from forge_async.core.user_code import absolute_reference
 from forge_async.core.versions import PolicyVersion
 from forge_async.learner.batch import split_samples
-from forge_async.learner.objectives.user import absolute_reference
+from forge_async.learner.layout import Layout
 from forge_async.learner.ports import StepResult
 from forge_async.learner.settings import (
     CorrectionSettings,
@@ -29,7 +30,8 @@ from forge_async.learner.settings import (
 )
 from forge_async.observe.process_stats import own_stats
 from forge_async.pipeline.ports import LearnerStep, Spans
-from forge_async.weights.manifest import Part
+from forge_async.weights.manifest import Manifest, Part
+from forge_async.weights.retention import Committed
 
 if TYPE_CHECKING:
     from forge_async.backends.titan_learner import TitanLearner
@@ -104,9 +106,9 @@ class LearnerActor(ForgeActor):
         self._replay: ActorHandle | None = None
         self._snapshots: dict[PolicyVersion, tuple[Part, Any]] = {}
         self._builds_on: dict[PolicyVersion, str] = {}
-        """The base of each snapshot that was taken and is not committed; "" of a whole one."""
+        """The base of each snapshot that was taken since the last commit; "" of a whole one."""
         self._spare: Any = None
-        """The store's memory for the next snapshot, asked for while the step runs."""
+        """Memory for the next snapshot, the store's or an older one's, asked for while the step runs."""
 
     async def setup(self) -> None:
         await self._run(self._build)
@@ -159,7 +161,7 @@ class LearnerActor(ForgeActor):
     async def train(self, samples: Samples) -> StepResult:
         """Train on this rank's share of `samples`, which every rank is given whole. Call on all ranks."""
         learner = self._rank
-        share = split_samples(samples, learner.batch_ranks)[learner.batch_rank]
+        share = split_samples(samples, learner.batch_ranks, Layout.of(self._plan.learner))[learner.batch_rank]
         return await self._run(lambda: learner.train(share))
 
     @concurrent_endpoint
@@ -189,13 +191,23 @@ class LearnerActor(ForgeActor):
         if rank != 0:
             return
         await self._commit(version)
-        for old in (await self._weights.versions())[:-keep_versions]:
-            await self._weights.retire(old)
+        await self._weights.retire_all_but(keep_versions)
 
     @concurrent_endpoint
-    async def commit(self, version: PolicyVersion) -> int:
-        """Make a version readable, after every rank has staged it; returns its bytes. Called on one rank."""
-        return await self._commit(version)
+    async def restage(self, version: PolicyVersion) -> None:
+        """Stage whole what was staged last, beside its delta. Call on all ranks; then commit it again."""
+        await self._weights.restage(version)
+
+    @concurrent_endpoint
+    async def commit(self, version: PolicyVersion) -> Committed:
+        """Make a version readable, after every rank has staged it. Called on one rank."""
+        manifest = await self._commit(version)
+        return Committed(
+            num_bytes=manifest.stored_bytes,
+            needs=manifest.needs,
+            num_elements=sum(coding.num_elements for coding in manifest.codings),
+            num_changed=sum(coding.num_changed for coding in manifest.codings),
+        )
 
     @concurrent_endpoint
     async def retire(self, version: PolicyVersion) -> None:
@@ -235,23 +247,21 @@ class LearnerActor(ForgeActor):
         return self._plane
 
     def _join(self, store_handle: bytes) -> None:
-        from forge_async.backends.weight_stores import open_plane
+        from forge_async.backends.weight_stores import open_writing_plane
 
-        self._plane = open_plane(store_handle)
+        self._plane = open_writing_plane(store_handle)
         self._rank.forget_base()  # this store has none of it
 
     async def _reserve(self, wanted: bool) -> None:
-        """Ask the store for memory of the size of the last snapshot, unless some is at hand.
+        """Ask for memory of the size of the last snapshot, unless some is at hand.
 
         Without it, because the store does not answer, a snapshot takes memory of its own: to publish it is what fails.
         """
         num_bytes = self._rank.snapshot_bytes
         if not wanted or self._plane is None or not num_bytes or self._spare is not None:
             return
-        if not self._plane.store.transport.is_shared:
-            return  # its memory would be this process's own in any case
         try:
-            self._spare = await self._plane.store.reserve(num_bytes)
+            self._spare = await self._plane.memory(num_bytes)
         except ForgeError as error:
             log.warning("no memory of the store for a snapshot: %s", one_sentence(error))
 
@@ -266,10 +276,10 @@ class LearnerActor(ForgeActor):
             raise LearnerError(f"The learner has no snapshot of {version}: call snapshot after the step that makes it.")
         await self._weights.stage(version, *self._snapshots.pop(version))
 
-    async def _commit(self, version: PolicyVersion) -> int:
-        base = self._builds_on.get(version, "")
-        self._builds_on = {each: on for each, on in self._builds_on.items() if each > version}
-        return (await self._weights.commit(version, self._plan.learner.ranks, base)).num_bytes
+    async def _commit(self, version: PolicyVersion) -> Manifest:
+        # Kept until a later one is committed: a version may be staged and committed once more.
+        self._builds_on = {each: on for each, on in self._builds_on.items() if each >= version}
+        return await self._weights.commit(version, self._plan.learner.ranks, self._builds_on.get(version, ""))
 
     def _build(self) -> None:
         from forge_async.backends.titan_learner import TitanLearner

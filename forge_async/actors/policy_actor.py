@@ -206,22 +206,21 @@ class PolicyActor(ForgeActor):
         plane = self._connected
         # One pull at a time, which the service sees to: they unpack into the same memory.
         reading = reading_weights(plane, self._unpacker, version, self._base)
-        async with self._service.pulling(), reading as (weights, manifests):
+        async with self._service.pulling(), reading as (weights, manifests, reads):
             fetch_s = time.perf_counter() - begun
             swap = await self._service.swap(weights, version, self._fingerprint_check(manifests))
         self._served, self._base = version, manifests[0].base or str(version)
-        num_bytes = sum(each.num_bytes for each in manifests)
-        fetched = 0 if plane.store.transport.is_shared else num_bytes
         split = sum(shard.num_bytes for each in manifests for shard in each.shards if not shard.is_whole)
         return Pull(
             version=version,
             fetch_s=fetch_s,
             pause_s=swap.pause_s,
-            num_bytes=num_bytes,
-            held_bytes=fetched + split,
+            num_bytes=sum(each.num_bytes for each in reads),
+            held_bytes=sum(each.own_bytes for each in reads) + split,
             started_s=started_s,
             swap=swap,
             transport=plane.store.transport.name,
+            damage=next((each.damage for each in reads if each.damage), ""),
         )
 
     def _fingerprint_check(self, manifests: Sequence[Manifest]) -> Callable[[Engine], None] | None:

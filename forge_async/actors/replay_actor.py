@@ -12,7 +12,7 @@ from forge_async.actors.forge_actor import ForgeActor, concurrent_endpoint
 from forge_async.core.records import Group
 from forge_async.core.versions import PolicyVersion
 from forge_async.learner.batch import Share, split_batch
-from forge_async.learner.settings import ATTENTION_TOKENS
+from forge_async.learner.layout import Layout
 from forge_async.replay.admission import Admission, Prompts
 from forge_async.replay.journal import Journal
 from forge_async.replay.settings import AsyncSettings
@@ -33,7 +33,7 @@ class ReplayActor(ForgeActor):
         tokens_guess: int = 1024,
         journal_path: str = "",
         keep_zero_advantage: bool = False,
-        attention_tokens: int = ATTENTION_TOKENS,
+        layout: Layout | None = None,
         resume_from: PolicyVersion | None = None,
     ) -> None:
         """Without `journal_path` nothing is written, and the run cannot be resumed.
@@ -56,7 +56,7 @@ class ReplayActor(ForgeActor):
             return ReplayState.resume(Journal.read(journal_path), step=step, incarnation=incarnation, **common)
 
         self._make_state: Callable[[], ReplayState] = make_state
-        self._keep_zero_advantage, self._attention_tokens = keep_zero_advantage, attention_tokens
+        self._keep_zero_advantage, self._layout = keep_zero_advantage, layout
         self._shares: tuple[int, list[Share], dict[str, Any]] | None = None
 
     async def setup(self) -> None:
@@ -111,7 +111,7 @@ class ReplayActor(ForgeActor):
                 groups,
                 batch_ranks,
                 keep_zero_advantage=self._keep_zero_advantage,
-                attention_tokens=self._attention_tokens,
+                layout=self._layout,
             )
             computed = sum(share.samples.num_tokens for share in shares if share.samples)
             record = _describe(groups, self._replay.inner) | {"tokens/computed": computed}

@@ -134,6 +134,7 @@ class RolloutActor(ForgeActor):
             num_cut=stats.num_cut,
             num_salvaged=stats.num_salvaged,
             num_oversize=stats.num_oversize,
+            num_unknown_tokens=stats.num_unknown_tokens,
         )
 
 

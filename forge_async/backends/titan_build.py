@@ -13,7 +13,7 @@ from forge_async.backends.titan_models import model_spec
 # isort: split
 import torch
 from safetensors.torch import load_file
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
@@ -152,3 +152,12 @@ def _read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
         except Exception as error:  # noqa: BLE001 - safetensors raises its own error type for a damaged file
             raise ConfigError(f"{file} cannot be read as safetensors: {error}.") from error
     return weights
+
+
+def holds_first_copy(tensor: DTensor) -> bool:
+    """Is this rank the one that speaks for its shard, among those that hold the same one?"""
+    coordinate = tensor.device_mesh.get_coordinate() or ()
+    return all(
+        not isinstance(placement, Replicate) or place == 0
+        for placement, place in zip(tensor.placements, coordinate, strict=True)
+    )

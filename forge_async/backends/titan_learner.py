@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from forge_async.backends import titan_cpu
 # isort: split
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import CommConfig, DebugConfig, ParallelismConfig
@@ -30,7 +30,7 @@ from torchtitan.tools import utils as titan_utils
 
 from forge_async.backends import titan_lora, titan_state
 from forge_async.backends.model_writer import write_model
-from forge_async.backends.titan_build import check_same_tokens, load_model, schedule_config
+from forge_async.backends.titan_build import check_same_tokens, holds_first_copy, load_model, schedule_config
 from forge_async.backends.titan_forward import forward
 from forge_async.backends.titan_values import ValueHead
 from forge_async.core.errors import ConfigError, NonFiniteError
@@ -41,13 +41,17 @@ from forge_async.learner.figures import step_figures, total_loss
 from forge_async.learner.inputs import LossInputs
 from forge_async.learner.loss import Loss, LossTerms
 from forge_async.learner.ports import StepResult
-from forge_async.learner.rows import COLUMNS, Layout, Rows, build_micro_batches, sequence_rows
+from forge_async.learner.rows import COLUMNS, Rows, build_micro_batches, sequence_rows
 from forge_async.learner.settings import LearnerSettings, LoraSettings, OptimizerSettings
 from forge_async.learner.token_scores import Wanted
 from forge_async.learner.totals import NOBODY, Figures, StepTotals, first_bad_sample, merge_updates, not_finite
 from forge_async.weights.adapters import LORA_B, is_adapter, merged
 from forge_async.weights.manifest import Part
 from forge_async.weights.packing import LocalShard, Packer
+
+EVERY: Callable[[str], bool] = lambda _name: True  # noqa: E731 - a name for the default of what is wanted
+Known: TypeAlias = dict[str, torch.Tensor]
+"""Fields of LossInputs for a micro-batch, [B, L] each."""
 
 
 class TitanLearner:
@@ -84,12 +88,6 @@ class TitanLearner:
         """
         self.version = version or PolicyVersion()
         self._folder, self._loss, self._settings, self._optimizer_settings = model_folder, loss, learner, optimizer
-        self._layout = Layout(
-            row_tokens=learner.row_tokens,
-            micro_batch_tokens=learner.micro_batch_tokens,
-            packed=learner.packed,
-            attention_tokens=learner.attention_tokens,
-        )
         self._wanted = Wanted(temperature=temperature, chunk_tokens=learner.logit_chunk_tokens)
         self._publish_dtype: torch.dtype = getattr(torch, publish_dtype)
         if titan_cpu.ON_CPU:
@@ -132,20 +130,19 @@ class TitanLearner:
 
     def train(self, share: Share) -> StepResult:
         begun, counts = time.perf_counter(), share.counts
-        batches = build_micro_batches(share.samples, self._layout, self._most_over_ranks)
-        known = self._values.targets(batches, self._old_values) if self._values else [{} for _ in batches]
-        updates, grad_norm = [], 0.0
+        parts, updates, grad_norm = self._prepared(share), [], 0.0
         for update in range(self._settings.updates_per_batch):
             totals, blamed = StepTotals(), NOBODY
-            for rows, extra in zip(batches, known, strict=True):
-                terms = self._forward_backward(rows, counts, extra, update)
+            own_counts, batches = parts[update % len(parts)]
+            for rows, known in batches:
+                terms = self._forward_backward(rows, own_counts, known, update)
                 if not totals.add(terms, rows.token_ids.size) and blamed == NOBODY:
                     blamed = first_bad_sample(terms, rows, share)
             updates.append(self._over_ranks(totals))
             grad_norm = self._apply_gradients(total_loss(updates[-1][0]), share, blamed, update)
         self._schedule.step()
         self.version = self.version.next()
-        sums, maxima = merge_updates(updates)
+        sums, maxima = merge_updates(updates, len(parts))
         num_tokens = max(counts.num_loss_tokens, 1)
         return StepResult(
             version=self.version,
@@ -166,7 +163,7 @@ class TitanLearner:
             return self._adapter_packer.pack(self._local_shards(is_adapter), blob)
         if self._lora and not self._merges:
             self.base = str(self.version)
-        return self._packer.pack(self._local_shards(_all), blob)
+        return self._packer.pack(self._local_shards(), blob)
 
     def forget_base(self) -> None:
         """Whoever has the last whole snapshot is gone: the next one is whole again."""
@@ -184,7 +181,7 @@ class TitanLearner:
 
     def save(self, folder: Path) -> None:
         alone, weights = self._lora is not None and not self._merges, {}
-        for name, tensor in self._full_weights(is_adapter if alone else _all):
+        for name, tensor in self._full_weights(is_adapter if alone else EVERY):
             if self.rank == 0:  # each is put together on all ranks; only one keeps it
                 weights[name] = tensor.cpu().clone()
         if self.rank != 0:
@@ -204,7 +201,7 @@ class TitanLearner:
 
     def digest(self) -> str:
         found = hashlib.sha256()
-        for name, tensor in self._full_weights(_all):
+        for name, tensor in self._full_weights():
             found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             found.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
         return found.hexdigest()
@@ -244,7 +241,7 @@ class TitanLearner:
     def _value_head(self) -> ValueHead:
         mesh = self._dims.get_optional_mesh("batch")
         group = mesh.get_group() if mesh is not None and mesh.size() > 1 else None
-        return ValueHead(self._model, self._device, self._optimizer_settings, self._loss.settings, group)
+        return ValueHead(self._model, self._device, self._optimizer_settings, self._loss, group)
 
     def _state(self) -> dict[str, torch.Tensor]:
         return titan_state.collect(self._model, self._optimizer, self._values.state() if self._values else {})
@@ -258,7 +255,25 @@ class TitanLearner:
         columns = {name: torch.from_numpy(getattr(rows, name)) for name in names}
         return {name: column.to(self._device) for name, column in columns.items()}
 
-    def _forward_backward(self, rows: Rows, counts: Counts, known: dict[str, torch.Tensor], update: int) -> LossTerms:
+    def _prepared(self, share: Share) -> list[tuple[Counts, list[tuple[Rows, Known]]]]:
+        """Of each mini-batch its counts and its micro-batches, with what must be known of them before the step."""
+        built = [build_micro_batches(share.samples, part.batches) for part in share.mini_batches]
+        flat = [rows for batches in built for rows in batches]
+        of_rows = iter(self._values.targets(flat, self._before_step) if self._values else [Known() for _ in flat])
+        parts = [
+            (part.counts, [(rows, next(of_rows)) for rows in batches])
+            for part, batches in zip(share.mini_batches, built, strict=True)
+        ]
+        if self._loss.needs_start:  # the first update's own pass is at the step's start; the others' are not
+            for rows, known in (each for _, batches in parts[1:] for each in batches):
+                known["start_logprobs"] = self._logprobs_now(rows)
+        return parts
+
+    def _logprobs_now(self, rows: Rows) -> torch.Tensor:
+        with torch.no_grad(), self._in_context():
+            return forward(self._model, self._to_device(rows), self._wanted).logprobs
+
+    def _forward_backward(self, rows: Rows, counts: Counts, known: Known, update: int) -> LossTerms:
         """One micro-batch. `known` holds what is known of it beside its rows, and keeps what later updates want."""
         columns = self._to_device(rows)
         with self._in_context():
@@ -269,9 +284,7 @@ class TitanLearner:
             known.setdefault("start_logprobs", inputs.logprobs.detach())
         return terms
 
-    def _inputs(
-        self, columns: dict[str, torch.Tensor], num_segments: int, known: dict[str, torch.Tensor], update: int
-    ) -> LossInputs:
+    def _inputs(self, columns: dict[str, torch.Tensor], num_segments: int, known: Known, update: int) -> LossInputs:
         entropy = "gradient" if self._loss.settings.entropy_weight else "figure" if self._loss.needs_entropy else "none"
         with torch.no_grad():
             frozen = {name: forward(model, columns, self._wanted).logprobs for name, model in self._frozen.items()}
@@ -294,12 +307,12 @@ class TitanLearner:
             **given,
         )
 
-    def _old_values(self, rows: Rows) -> np.ndarray:
-        """float32 [B, L]: the values before the step."""
+    def _before_step(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+        """float32 [B, L] each: values and log-probabilities before the step."""
         assert self._values is not None
         with torch.no_grad(), self._in_context():
-            forward(self._model, self._to_device(rows), self._wanted)
-            return self._values.values().cpu().numpy()
+            logprobs = forward(self._model, self._to_device(rows), self._wanted).logprobs
+            return self._values.values().cpu().numpy(), logprobs.cpu().numpy()
 
     def _apply_gradients(self, loss: float, share: Share, blamed: tuple[int, int], update: int) -> float:
         """Clip and step, unless loss or gradient is not finite. Returns the norm before clipping."""
@@ -331,7 +344,7 @@ class TitanLearner:
             self._named = sorted((self._adapter.to_hf(state) | dict(titan_lora.adapters(state, self._adapter))).items())
         return self._named
 
-    def _local_shards(self, wanted: Callable[[str], bool]) -> Iterator[LocalShard]:
+    def _local_shards(self, wanted: Callable[[str], bool] = EVERY) -> Iterator[LocalShard]:
         """This rank's boxes of the parameters whose names are wanted, as they are published."""
         whole = dict(self._full_weights(is_adapter)) if self._merges else {}
         products = titan_lora.products(whole, self._scale)
@@ -341,7 +354,7 @@ class TitanLearner:
             tensor = parameter.detach()
             shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
             if isinstance(tensor, DTensor):
-                if not _holds_first_copy(tensor):
+                if not holds_first_copy(tensor):
                     continue
                 _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
                 tensor = tensor.to_local()
@@ -356,7 +369,7 @@ class TitanLearner:
                 name=name, tensor=tensor.to(self._publish_dtype), global_shape=shape, offsets=tuple(offsets)
             )
 
-    def _full_weights(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _full_weights(self, wanted: Callable[[str], bool] = EVERY) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self._named_parameters():
             if wanted(name):
                 tensor = parameter.detach()
@@ -385,16 +398,3 @@ class TitanLearner:
             values = values.to(self._device)
             dist.all_reduce(values, group=mesh.get_group())
         return values.tolist()
-
-
-def _all(_name: str) -> bool:
-    return True
-
-
-def _holds_first_copy(tensor: DTensor) -> bool:
-    """Is this rank the one that speaks for its shard, among those that hold the same one?"""
-    coordinate = tensor.device_mesh.get_coordinate() or ()
-    return all(
-        not isinstance(placement, Replicate) or place == 0
-        for placement, place in zip(tensor.placements, coordinate, strict=True)
-    )

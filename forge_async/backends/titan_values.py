@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer.utils import init_optim_state
 
 from forge_async.learner.gae import gae, last_token_rewards
-from forge_async.learner.loss import STD_EPSILON
+from forge_async.learner.loss import STD_EPSILON, Loss
 from forge_async.learner.rows import Rows
-from forge_async.learner.settings import ObjectiveSettings, OptimizerSettings
+from forge_async.learner.settings import OptimizerSettings
+from forge_async.learner.vtrace import vtrace_targets
 
 
 class ValueHead:
@@ -29,13 +30,14 @@ class ValueHead:
         model: Any,
         device: torch.device,
         optimizer: OptimizerSettings,
-        objective: ObjectiveSettings,
+        loss: Loss,
         group: dist.ProcessGroup | None,
     ) -> None:
         """Watch the final norm of `model`, whose output is the hidden state; `group` splits the batch."""
         self._weight = torch.zeros(model.norm.weight.shape[0], device=device, requires_grad=True)
         self._bias = torch.zeros((), device=device, requires_grad=True)
-        self._max_grad_norm, self._objective, self._group = optimizer.max_grad_norm, objective, group
+        self._max_grad_norm, self._objective, self._group = optimizer.max_grad_norm, loss.settings, group
+        self._vtrace_rho_max = loss.vtrace_rho_max
         betas = (optimizer.beta1, optimizer.beta2)
         self._optimizer = torch.optim.AdamW([self._weight, self._bias], lr=optimizer.lr, betas=betas, weight_decay=0.0)
         self._device, self._hidden = device, None
@@ -48,15 +50,15 @@ class ValueHead:
         return hidden.float() @ self._weight + self._bias
 
     def targets(
-        self, batches: Sequence[Rows], old_values: Callable[[Rows], np.ndarray]
+        self, batches: Sequence[Rows], before_step: Callable[[Rows], tuple[np.ndarray, np.ndarray]]
     ) -> list[dict[str, torch.Tensor]]:
         """Of each micro-batch the values before the step, and the advantages and returns that follow from them.
 
         Args:
             batches: their advantages are the rewards of the samples.
-            old_values: float32 [B, L] of one of them; collective.
+            before_step: values and log-probabilities of one of them, float32 [B, L] each; collective.
         """
-        found = [self._estimates(rows, old_values(rows)) for rows in batches]
+        found = [self._estimates(rows, *before_step(rows)) for rows in batches]
         if self._objective.normalise_advantages:
             mean, std = self._moments(
                 [each["advantages"][rows.mask > 0] for each, rows in zip(found, batches, strict=True)]
@@ -92,16 +94,17 @@ class ValueHead:
         """Forget the gradients of this step."""
         self._optimizer.zero_grad()
 
-    def _estimates(self, rows: Rows, values: np.ndarray) -> dict[str, np.ndarray]:
-        rewards = last_token_rewards(rows.advantages, rows.mask, rows.segments)
-        advantages, returns = gae(
-            values,
-            rewards,
-            rows.mask,
-            rows.segments,
-            gamma=self._objective.gae_gamma,
-            lambda_=self._objective.gae_lambda,
-        )
+    def _estimates(self, rows: Rows, values: np.ndarray, logprobs: np.ndarray) -> dict[str, np.ndarray]:
+        mask, segments, gamma = rows.mask, rows.segments, self._objective.gae_gamma
+        rewards = last_token_rewards(rows.advantages, mask, segments)
+        if self._vtrace_rho_max is None:
+            lambda_ = self._objective.gae_lambda
+            advantages, returns = gae(values, rewards, mask, segments, gamma=gamma, lambda_=lambda_)
+        else:
+            log_ratio, rho_max = logprobs - rows.behaviour_logprobs, self._vtrace_rho_max
+            advantages, returns = vtrace_targets(
+                values, rewards, log_ratio, mask, segments, gamma=gamma, rho_max=rho_max
+            )
         return {"advantages": advantages, "returns": returns, "old_values": values}
 
     def _moments(self, advantages: Sequence[np.ndarray]) -> tuple[float, float]:

@@ -234,8 +234,8 @@ class VllmEngine:
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=False,
             # Those that were left out have a log-probability of -inf, so the likeliest tell which were kept.
-            logprobs=min(sampling.top_k + TIED_TOKENS, self._vocab_size) if sampling.leaves_out else 0,
-            flat_logprobs=sampling.leaves_out,
+            logprobs=min(sampling.top_k + TIED_TOKENS, self._vocab_size) if sampling.records_kept_sets else 0,
+            flat_logprobs=sampling.records_kept_sets,
             detokenize=False,
             output_kind=self._final_only,
             skip_clone=True,  # made for this request alone

@@ -11,6 +11,7 @@ from typing import Any
 import cloudpickle
 
 from forge_async.core.errors import ConfigError
+from forge_async.weights.chains import DeltaWriter
 from forge_async.weights.plane import WeightPlane
 from forge_async.weights.ports import WeightStore
 from forge_async.weights.settings import WeightsSettings
@@ -80,6 +81,15 @@ def open_store(handle: bytes) -> WeightStore:
 
 
 def open_plane(handle: bytes) -> WeightPlane:
-    """The weight plane over a client of the store."""
+    """The weight plane over a client of the store, to read from."""
     opened: _Handle = cloudpickle.loads(handle)
     return WeightPlane(open_store(handle), checksums=opened.settings.verify != "none")
+
+
+def open_writing_plane(handle: bytes) -> WeightPlane:
+    """The weight plane over a client of the store, to publish to: with deltas where `weights.delta` has them."""
+    settings: WeightsSettings = cloudpickle.loads(handle).settings
+    store = open_store(handle)
+    makes = settings.makes_deltas(is_shared=store.transport.is_shared)
+    deltas = DeltaWriter(settings.anchor_every) if makes else None
+    return WeightPlane(store, checksums=settings.verify != "none", deltas=deltas)

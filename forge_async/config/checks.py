@@ -75,6 +75,22 @@ def loss_has_a_term(config: Config) -> str | None:
     return None
 
 
+def updates_go_round(config: Config) -> str | None:
+    """Updates go through the mini-batches in turn, each pass to its end."""
+    updates, parts = config.learner.updates_per_batch, config.learner.mini_batches
+    if updates % parts:
+        return (
+            f"learner.updates_per_batch={updates} is no multiple of learner.mini_batches={parts}; "
+            f"use learner.updates_per_batch={-(-updates // parts) * parts}."
+        )
+    if parts > config.root.groups_per_step:
+        return (
+            f"learner.mini_batches={parts} is more than groups_per_step={config.root.groups_per_step}, and no group "
+            f"is divided; use learner.mini_batches={config.root.groups_per_step} or fewer."
+        )
+    return None
+
+
 def divergence_teaches(config: Config) -> str | None:
     """k1 has no gradient as a loss, and a reward needs no importance weight."""
     objective = config.objective
@@ -345,6 +361,7 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     dials_agree,
     objective_is_known,
     loss_has_a_term,
+    updates_go_round,
     divergence_teaches,
     values_get_rewards,
     overlong_fits,

@@ -63,6 +63,10 @@ class WeightsError(ForgeError):
     """A version of the weights could not be published, found, or read whole."""
 
 
+class DeltaError(WeightsError):
+    """A version cannot be rebuilt from what changed since an older one; pulling it whole mends that."""
+
+
 class FingerprintError(WeightsError):
     """What a replica serves is not what the manifest of its version says; names the first differing parameter."""
 

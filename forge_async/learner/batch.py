@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from forge_async.core.records import Group, Samples
 from forge_async.learner.counts import Counts
-from forge_async.learner.packing import partition, sample_costs
-from forge_async.learner.settings import ATTENTION_TOKENS
+from forge_async.learner.layout import Layout, MicroBatch, lay_out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniBatch:
+    """What one update of the weights is computed from."""
+
+    counts: Counts
+    """Of this part of the batch, all ranks: what the loss is divided by. The moments are the whole batch's."""
+    batches: Sequence[MicroBatch]
+    """This rank's micro-batches of it: places in the share's `samples`; as many on every rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +29,9 @@ class Share:
     samples: Samples | None
     """None when this rank has nothing to compute; it still takes part in the step."""
     counts: Counts
-    """Of the whole batch, all ranks: what the loss is divided by."""
+    """Of the whole batch, all ranks."""
+    mini_batches: tuple[MiniBatch, ...]
+    """At least one; updates go through them in turn."""
     group_indices: tuple[int, ...]
     """Admission indices of the whole batch, ascending; named when the step fails."""
     origins: tuple[tuple[int, int], ...] = ()
@@ -33,7 +44,7 @@ class Share:
 
 
 def split_batch(
-    groups: Sequence[Group], num_ranks: int, *, keep_zero_advantage: bool, attention_tokens: int = ATTENTION_TOKENS
+    groups: Sequence[Group], num_ranks: int, *, keep_zero_advantage: bool, layout: Layout | None = None
 ) -> list[Share]:
     """Cut a batch into one share for each rank.
 
@@ -42,46 +53,92 @@ def split_batch(
         num_ranks: ranks that split the batch (the data-parallel degree).
         keep_zero_advantage: compute samples whose advantages are all zero too. They add nothing to the gradient; when
             they are left out, they leave the denominators as well, but for that of `constant`.
-        attention_tokens: length of a sample at which attention costs as much as the rest; shares are even in cost.
+        layout: of rows, micro-batches and mini-batches, a group lying whole in one of the latter; as in the default
+            settings when None.
     """
     samples = Samples.concat([group.samples for group in groups])
     origins = [(group.index, number) for group in groups for number in range(len(group.samples))]
     kept = list(range(len(samples))) if keep_zero_advantage else _rows_with_gradient(samples)
-    return _shares(samples, kept, num_ranks, attention_tokens, tuple(group.index for group in groups), origins)
+    owners = np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
+    indices = tuple(group.index for group in groups)
+    return _shares(samples, kept, owners, num_ranks, layout or Layout(), indices, origins)
 
 
-def split_samples(samples: Samples, num_ranks: int, attention_tokens: int = ATTENTION_TOKENS) -> list[Share]:
+def split_samples(samples: Samples, num_ranks: int, layout: Layout | None = None) -> list[Share]:
     """Cut samples into one share for each rank, even in cost."""
-    return _shares(samples, list(range(len(samples))), num_ranks, attention_tokens, (), [])
+    rows = list(range(len(samples)))
+    return _shares(samples, rows, np.arange(len(samples)), num_ranks, layout or Layout(), (), [])
 
 
 def _shares(
     batch: Samples,
     kept: list[int],
+    owners: np.ndarray,
     num_ranks: int,
-    attention_tokens: int,
+    layout: Layout,
     groups: tuple[int, ...],
     origins: Sequence[tuple[int, int]],
 ) -> list[Share]:
-    samples = batch if len(kept) == len(batch) else batch.select(kept)
+    """`owners`: int [N], the group of each sample, which mini-batches do not divide."""
+    counts = _counts(batch, kept, list(range(len(batch))))
+    lengths, computed, parts = batch.lengths.tolist(), set(kept), []
+    for part in _mini_batches(owners, kept, layout.mini_batches):
+        own = [row for row in part if row in computed]
+        laid = lay_out([lengths[row] for row in own], layout, num_ranks)
+        moments = {"advantage_mean": counts.advantage_mean, "advantage_std": counts.advantage_std}
+        of_ranks = [[[[own[place] for place in row] for row in batch] for batch in of_rank] for of_rank in laid]
+        parts.append((replace(_counts(batch, own, part), **moments), of_ranks))
+    return [_share(batch, rank, counts, parts, groups, origins) for rank in range(num_ranks)]
+
+
+def _share(
+    batch: Samples,
+    rank: int,
+    counts: Counts,
+    parts: Sequence[tuple[Counts, Sequence[Sequence[MicroBatch]]]],
+    groups: tuple[int, ...],
+    origins: Sequence[tuple[int, int]],
+) -> Share:
+    mine = sorted(index for _, of_ranks in parts for each in of_ranks[rank] for row in each for index in row)
+    places = {index: place for place, index in enumerate(mine)}
+    return Share(
+        samples=batch.select(mine) if mine else None,
+        counts=counts,
+        mini_batches=tuple(
+            MiniBatch(
+                counts=own,
+                batches=[[[places[index] for index in row] for row in each] for each in of_ranks[rank]],
+            )
+            for own, of_ranks in parts
+        ),
+        group_indices=groups,
+        origins=tuple(origins[index] for index in mine) if origins else (),
+    )
+
+
+def _mini_batches(owners: np.ndarray, kept: Sequence[int], count: int) -> list[list[int]]:
+    """Samples of each mini-batch: groups are dealt out in turn, those that are computed before the others."""
+    computed = set(owners[kept].tolist())
+    order = sorted(set(owners.tolist()), key=lambda owner: (owner not in computed, owner))
+    of_owner = {owner: number % count for number, owner in enumerate(order)}
+    found: list[list[int]] = [[] for _ in range(count)]
+    for row, owner in enumerate(owners.tolist()):
+        found[of_owner[owner]].append(row)
+    return found
+
+
+def _counts(batch: Samples, kept: list[int], whole: list[int]) -> Counts:
+    """Of the samples `kept` among those of `whole`."""
+    samples, everything = batch.select(kept), batch.select(whole)
     mean, std = _moments(samples.advantages[samples.loss_mask])
-    counts = Counts(
+    return Counts(
         num_loss_tokens=samples.num_loss_tokens,
         num_samples=_num_with_loss(samples),
-        num_batch_samples=len(batch),
-        num_samples_with_advantage=len(_rows_with_gradient(batch)),
+        num_batch_samples=len(everything),
+        num_samples_with_advantage=len(_rows_with_gradient(everything)),
         advantage_mean=mean,
         advantage_std=std,
     )
-    return [
-        Share(
-            samples=samples.select(share) if share else None,
-            counts=counts,
-            group_indices=groups,
-            origins=tuple(origins[kept[row]] for row in share) if origins else (),
-        )
-        for share in partition(sample_costs(samples.lengths.tolist(), attention_tokens), num_ranks)
-    ]
 
 
 def _moments(advantages: np.ndarray) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from forge_async.core.errors import ConfigError
 from forge_async.learner import segments
-from forge_async.learner.corrections import correction
+from forge_async.learner.corrections import WITHOUT_START, correction
 from forge_async.learner.corrections.anchors import none
 from forge_async.learner.counts import Counts
 from forge_async.learner.inputs import LossInputs
@@ -68,6 +68,10 @@ class Loss:
     """Sets anchor and weights."""
     compares: bool = True
     """Whether the sampler's log-probabilities mean something; False for demonstrations."""
+    needs_start: bool = False
+    """Whether later updates of a batch want `start_logprobs`."""
+    vtrace_rho_max: float | None = None
+    """Where advantages and returns come from values by V-trace, where a turn's ratio is truncated; None: by GAE."""
 
     @property
     def needs_reference(self) -> bool:
@@ -169,6 +173,8 @@ def objective_loss(
     """
     if settings.denominator == "constant" and settings.constant_tokens < 1:
         raise ConfigError("objective.denominator=constant needs objective.constant_tokens, such as the length limit.")
+    numbers = correction_settings or CorrectionSettings()
+    by_vtrace = settings.has_values and correction_name == "vtrace"  # the advantages then hold the ratios
     components = [
         Component(
             name="objective",
@@ -189,7 +195,11 @@ def objective_loss(
     return Loss(
         components=components,
         settings=settings,
-        correct=correction(correction_name, correction_settings or CorrectionSettings()),
+        correct=correction("none" if by_vtrace else correction_name, numbers),
+        vtrace_rho_max=numbers.high if by_vtrace else None,
+        needs_start=correction_name not in WITHOUT_START
+        or ":" in settings.name
+        or (settings.kl_weight > 0 and settings.kl_place == "reward"),
     )
 
 

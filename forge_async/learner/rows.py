@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,8 +10,7 @@ import numpy as np
 from forge_async.core.kept_sets import NONE
 from forge_async.core.records import Samples
 from forge_async.core.versions import NOT_SAMPLED
-from forge_async.learner.packing import balanced_micro_batches, micro_batches, pack_rows, sample_costs
-from forge_async.learner.settings import ATTENTION_TOKENS
+from forge_async.learner.layout import MicroBatch
 
 COLUMNS = ("token_ids", "positions", "targets", "mask", "behaviour_logprobs", "advantages", "steps", "segments")
 """The fields of Rows that are arrays of every micro-batch."""
@@ -48,56 +47,9 @@ class Rows:
         return len(self.sample_indices) + 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """How samples are laid out; the fields are the settings of `learner` with the same names."""
-
-    row_tokens: int
-    """Tokens of a packed row; it grows to the longest sample."""
-    micro_batch_tokens: int
-    """Most tokens of a micro-batch, padding included."""
-    packed: bool = True
-    """Whether samples share rows; without it each has a row, padded to the longest of its micro-batch."""
-    attention_tokens: int = ATTENTION_TOKENS
-    """Length of a sample at which attention costs as much as the rest."""
-
-
-def build_micro_batches(
-    samples: Samples | None, layout: Layout, agree: Callable[[int], int] = lambda count: count
-) -> list[Rows]:
-    """Pack samples into rows and rows into micro-batches of even cost.
-
-    Args:
-        samples: of this rank; None: it has none.
-        layout: the limits.
-        agree: from how many micro-batches this rank needs to how many every rank makes; collective.
-    """
-    if samples is None or not len(samples):
-        return [empty_rows()] * agree(0)
-    batches = lay_out(samples.lengths.tolist(), layout, agree)
-    return [_fill(samples, batch) if batch else empty_rows() for batch in batches]
-
-
-def lay_out(
-    lengths: Sequence[int], layout: Layout, agree: Callable[[int], int] = lambda count: count
-) -> list[list[list[int]]]:
-    """Which samples share a row, and which rows a micro-batch: indices of samples, of a row, of a micro-batch.
-
-    Args:
-        lengths: tokens of each sample, at least one.
-        layout, agree: as for `build_micro_batches`.
-    """
-    width = min(max(layout.row_tokens, max(lengths)), sum(lengths))
-    rows = pack_rows(lengths, width) if layout.packed else [[index] for index in range(len(lengths))]
-    widths = [sum(lengths[index] for index in row) for row in rows]
-    cut = micro_batches(widths, layout.micro_batch_tokens)
-    count = agree(len(cut))
-    if layout.packed:
-        costs = sample_costs(lengths, layout.attention_tokens)
-        row_costs = [sum(costs[index] for index in row) for row in rows]
-        cut = balanced_micro_batches(widths, row_costs, layout.micro_batch_tokens, count)
-    cut += [[] for _ in range(count - len(cut))]
-    return [[rows[r] for r in batch] for batch in cut]
+def build_micro_batches(samples: Samples | None, batches: Sequence[MicroBatch]) -> list[Rows]:
+    """Fill the micro-batches of `learner.layout` with the samples that they name."""
+    return [empty_rows() if samples is None or not batch else _fill(samples, batch) for batch in batches]
 
 
 def empty_rows() -> Rows:
@@ -141,7 +93,7 @@ def sequence_rows(sequences: Sequence[np.ndarray]) -> Rows:
     )
 
 
-def _fill(samples: Samples, rows: list[list[int]]) -> Rows:
+def _fill(samples: Samples, rows: MicroBatch) -> Rows:
     edges = samples.bounds()
     width = max(sum(int(samples.lengths[index]) for index in row) for row in rows)
     shape = (len(rows), width)

@@ -50,12 +50,20 @@ class LearnerSettings:
     oversize: str = setting(
         "refuse",
         "what becomes of a longer sample, before its group is admitted to a batch. refuse: the group is filtered "
-        "(oversize); truncate: its first tokens are trained on, or the group is refused if none of them was sampled",
-        choices=("refuse", "truncate"),
+        "(oversize); truncate: its first tokens are trained on; turns: its first turns that fit whole. Where nothing "
+        "sampled would be left of a sample, its group is refused",
+        choices=("refuse", "truncate", "turns"),
     )
     updates_per_batch: int = setting(
         1,
-        "optimiser steps on each batch, all of it each time; every one after the first adds a step to the samples' age",
+        "optimiser steps on each batch, or on its mini-batches in turn; every one after the first adds a step to the "
+        "samples' age",
+        low=1,
+    )
+    mini_batches: int = setting(
+        1,
+        "parts that a batch is cut into, by groups, each for updates of its own; updates_per_batch, a multiple of it, "
+        "says how many updates there are: 4 of 4 parts go through the batch once, 8 twice",
         low=1,
     )
     activation_checkpointing: str = setting(
@@ -146,8 +154,12 @@ class ObjectiveSettings:
 
     value_weight: float = setting(0.5, "ppo: weight of the value head's squared error", low=0.0)
     value_clip: float = setting(0.2, "ppo: a value moves at most so far from its prediction; 0: freely", low=0.0)
-    gae_gamma: float = setting(1.0, "ppo: discount of a token", low=0.0, high=1.0)
-    gae_lambda: float = setting(0.95, "ppo: how far rewards reach back beside values", low=0.0, high=1.0)
+    gae_gamma: float = setting(
+        1.0, "ppo: discount of a token; with async.correction=vtrace, of a turn", low=0.0, high=1.0
+    )
+    gae_lambda: float = setting(
+        0.95, "ppo: how far rewards reach back beside values; not with async.correction=vtrace", low=0.0, high=1.0
+    )
 
     @property
     def has_values(self) -> bool:

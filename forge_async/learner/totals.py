@@ -44,14 +44,28 @@ class StepTotals:
         return torch.tensor(list(self.sums.values()), dtype=torch.float64)
 
 
-def merge_updates(updates: list[Figures]) -> Figures:
-    """Sums and maxima of a step of several updates: means over them, but the mismatch as it was at the step's start."""
-    first_sums, first_maxima = updates[0]
-    sums = {name: sum(each[name] for each, _ in updates) / len(updates) for name in first_sums}
-    maxima = {name: max(each[name] for _, each in updates) for name in first_maxima}
+def merge_updates(updates: list[Figures], num_parts: int = 1) -> Figures:
+    """Sums and maxima of a step of several updates: means over its passes through the batch.
+
+    The mismatch is that of the first pass, which begins with the step.
+
+    Args:
+        updates: whole passes.
+        num_parts: mini-batches, and so updates, of a pass.
+    """
+    first = _merged(updates[:num_parts], num_parts)
+    sums, maxima = _merged(updates, num_parts)
     at_start = ("mismatch_kl", "fresh_kl", "fresh_tokens", "logprob_diff", "fresh_logprob_diff")
-    sums |= {name: first_sums[name] for name in at_start if name in sums}
-    return sums, maxima | {name: first_maxima[name] for name in at_start if name in maxima}
+    sums |= {name: first[0][name] for name in at_start if name in sums}
+    return sums, maxima | {name: first[1][name] for name in at_start if name in maxima}
+
+
+def _merged(updates: list[Figures], num_parts: int) -> Figures:
+    passes = len(updates) / num_parts
+    # A part of the loss has its mini-batch's denominator already; other sums still wait for the batch's.
+    divisors = {name: len(updates) if name.startswith("loss/") else passes for name in updates[0][0]}
+    sums = {name: sum(each[name] for each, _ in updates) / divisors[name] for name in divisors}
+    return sums, {name: max(each[name] for _, each in updates) for name in updates[0][1]}
 
 
 def _stack(values: tuple[torch.Tensor, ...]) -> torch.Tensor:

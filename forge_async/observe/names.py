@@ -64,7 +64,13 @@ WEIGHTS_PUBLISH_S = _always("weights/publish_s", "s", "time from the end of a st
 WEIGHTS_PULL_S = _always("weights/pull_s", "s", "time that the slowest replica took to fetch and check a version")
 WEIGHTS_PAUSE_S = _always("weights/pause_s", "s", "longest time that a replica made no token because of a swap")
 WEIGHTS_LAG_S = _always("weights/lag_s", "s", "time from the end of a step to the first token of its version")
-WEIGHTS_BYTES = _always("weights/bytes", "bytes", "bytes that one version moved to the replicas")
+WEIGHTS_BYTES = _always("weights/bytes", "bytes", "bytes that were put into the store for a version")
+WEIGHTS_CHANGED = _sometimes(
+    "weights/changed_fraction", "", "share of a version's elements whose bits changed, where it travelled as a delta"
+)
+WEIGHTS_DAMAGED = _sometimes(
+    "weights/damaged_deltas", "pulls", "pulls since the step before that gave up deltas for a whole version"
+)
 MISMATCH_KL = _always("mismatch/kl", "nats", "mean divergence of the sampler's and the learner's token probabilities")
 MISMATCH_LOGPROB_MAX = _always("mismatch/logprob_diff_max", "nats", "largest difference of a token's log-probability")
 MISMATCH_FRESH_KL = _sometimes(
@@ -92,6 +98,11 @@ FRESH_DEPTH = _sometimes("queue/fresh_depth", "groups", "ready groups of the fre
 GROUPS_SALVAGED = _sometimes("groups/salvaged", "groups", "groups that went on without their cut rollouts")
 ROLLOUTS_CUT = _sometimes("rollouts/cut", "rollouts", "rollouts cut off at rollout.timeout_s since the step before")
 SAMPLES_OVERSIZE = _sometimes("samples/oversize", "samples", "samples above learner.max_sample_tokens, cut or refused")
+UNKNOWN_KEPT_SETS = _sometimes(
+    "tokens/unknown_kept_set",
+    "tokens",
+    "sampled tokens that are not trained on, since their kept set was too large",
+)
 GROUPS_CANCELLED = _sometimes("groups/cancelled", "groups", "groups cancelled since the step before")
 EVAL_SCORE = _sometimes("eval/score", "", "mean score on the held-out prompts, greedy; an evaluation that has ended")
 EVAL_LOW = _sometimes("eval/low", "", "lower end of that score's 95% interval")

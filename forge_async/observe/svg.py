@@ -16,7 +16,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#8b4f9f", "#56606b")
 _DASHES = ("", "6 3", "2 3", "9 3 2 3", "12 4")
 _INK, _FAINT, _GRID, _AXIS = "#333c44", "#56606b", "#e6e9ec", "#8a939c"
 _TICK = f'fill="{_FAINT}"'
-_FONT = "system-ui, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
+FONT = "system-ui, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ def line_chart(
     label = escape(f"{y_label} over {x_label}", quote=True)
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}" xmlns="http://www.w3.org/2000/svg" '
-        f'font-family="{_FONT}" font-size="12" fill="{_INK}">' + "".join(parts) + "</svg>"
+        f'font-family="{FONT}" font-size="12" fill="{_INK}">' + "".join(parts) + "</svg>"
     )
 
 

@@ -68,7 +68,7 @@ class Evaluator:
             prompt_token_ids=prompt.token_ids,
             num_samples=self.settings.samples,
             seed=request_seed(derive_seed(self.seed, "evaluation"), number, 0),
-            sampling=self.sampling,
+            sampling=dataclasses.replace(self.sampling, gives_kept_sets=False),
         )
 
     async def _score(self, prompts: Sequence[Prompt], answers: Sequence[Completions]) -> list[np.ndarray]:

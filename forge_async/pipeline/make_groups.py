@@ -74,6 +74,8 @@ class WorkerStats:
     """Groups that go on without some of their rollouts."""
     num_oversize: int = 0
     """Samples above `learner.max_sample_tokens`, cut or refused."""
+    num_unknown_tokens: int = 0
+    """Sampled tokens that are not trained on because their kept set was too large to be recorded."""
     spans: list[tuple[str, str, float, float]] = field(default_factory=list)
     """(name, category, start, duration), wall clock, for the trace."""
 
@@ -235,6 +237,7 @@ class GroupMaker:
         if samples is None:
             samples, reason = whole, "oversize"
         self._stats.num_oversize += self._limit.num_oversize(whole)
+        self._stats.num_unknown_tokens += len(completions.token_ids) - whole.num_loss_tokens
         return MadeGroup(
             admission=asked.admission,
             group=Group(

@@ -15,6 +15,7 @@ from forge_async.pipeline.estimates import Estimate
 from forge_async.policy.ports import GenerationRequest, GenerationResult
 from forge_async.policy.service import ServiceStats
 from forge_async.policy.swap import SwapRecord
+from forge_async.weights.retention import Committed
 
 Spans = tuple[tuple[str, str, float, float, dict[str, Any] | None], ...]
 """(name, category, start, duration, arguments), wall clock in seconds, for the trace."""
@@ -98,6 +99,8 @@ class Pull:
     """What the swap did to the requests in flight."""
     transport: str = ""
     """What carried it."""
+    damage: str = ""
+    """Why deltas were given up for the last whole version and all deltas since; "" when they were not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +137,8 @@ class WorkerReport:
     """Groups that went on without some of their rollouts."""
     num_oversize: int = 0
     """Samples above `learner.max_sample_tokens`, cut or refused."""
+    num_unknown_tokens: int = 0
+    """Sampled tokens that are not trained on because their kept set was too large to be recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +231,11 @@ class Learner(Protocol):
     async def step(self, step: int, snapshot: bool) -> list[LearnerStep]: ...
     async def snapshot(self) -> PolicyVersion: ...
     async def stage(self, version: PolicyVersion) -> None: ...
-    async def commit(self, version: PolicyVersion) -> int: ...
+    async def restage(self, version: PolicyVersion) -> None:
+        """Stage whole what was staged last, whose delta is of no use; `commit` then makes it readable so."""
+        ...
+
+    async def commit(self, version: PolicyVersion) -> Committed: ...
     async def retire(self, version: PolicyVersion) -> None: ...
     async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]: ...
     async def save(self, folder: str) -> None: ...

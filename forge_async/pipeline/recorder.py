@@ -54,6 +54,9 @@ class _Weights:
     pause_s: float = 0.0
     lag_s: float = 0.0
     num_bytes: int = 0
+    changed_fraction: float | None = None
+    num_damaged: int = 0
+    """Pulls since the last row that gave up deltas."""
     held_bytes: dict[str, int] = field(default_factory=dict)
     step_ended_s: dict[int, float] = field(default_factory=dict)
     """Wall clock at which each version came to be."""
@@ -129,6 +132,7 @@ class Recorder:
     def published(self, publication: Publication) -> None:
         self._weights.publish_s = publication.duration_s
         self._weights.num_bytes = publication.num_bytes
+        self._weights.changed_fraction = publication.changed_fraction
         args = {"version": publication.version.step}
         self._tracer.add("weights", [("publish", "work", publication.started_s, publication.duration_s, args)])
 
@@ -139,6 +143,9 @@ class Recorder:
         weights.pulled = pull.version
         if replica not in weights.held_bytes:
             self._progress.note(f"weights to {replica}: {transport_line(pull)}")
+        if pull.damage:
+            weights.num_damaged += 1
+            self._progress.note(f"{replica} pulled {pull.version} whole: {pull.damage}")
         weights.held_bytes[replica] = pull.held_bytes
         args = {"version": pull.version.step}
         swap_s = pull.started_s + pull.fetch_s
@@ -235,6 +242,7 @@ class Recorder:
             names.ROLLOUTS_CUT: sum(report.num_cut for report in reports),
             names.GROUPS_SALVAGED: sum(report.num_salvaged for report in reports),
             names.SAMPLES_OVERSIZE: sum(report.num_oversize for report in reports),
+            names.UNKNOWN_KEPT_SETS: sum(report.num_unknown_tokens for report in reports),
             **self._batch_figures(batch),
             **self._weight_figures(),
             **self._memory(step.ranks, stats, reports),
@@ -257,7 +265,10 @@ class Recorder:
 
     def _weight_figures(self) -> dict[str, float]:
         weights = self._weights
-        return {
+        changed = {} if weights.changed_fraction is None else {names.WEIGHTS_CHANGED: weights.changed_fraction}
+        damaged, weights.num_damaged = weights.num_damaged, 0
+        return changed | {
+            names.WEIGHTS_DAMAGED: damaged,
             names.WEIGHTS_PUBLISH_S: weights.publish_s,
             names.WEIGHTS_PULL_S: weights.pull_s,
             names.WEIGHTS_PAUSE_S: weights.pause_s,

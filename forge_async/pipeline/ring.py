@@ -145,5 +145,6 @@ class Ring:
             whom, limit_s = f"{replica.name} and the store", self._settings.weights_limit_s
             with self._waiting("the ring", f"{replica.name} to serve version {version.step}", whom, limit_s):
                 pull = await self._publisher.pull(replica, version)
+            version = pull.version
             self._observer.pulled(replica.name, pull)
             await self._replay.pulled(replica.name, version.step)

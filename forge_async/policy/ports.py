@@ -29,6 +29,8 @@ class Sampling:
     """A completion ends with the first of these; that token belongs to the completion."""
     stop_strings: tuple[str, ...] = ()
     """A completion ends with the token that completes the first of these in its text; that token belongs to it."""
+    gives_kept_sets: bool = True
+    """Whether kept sets are wanted where tokens are left out; what is not trained on needs none."""
 
     def __post_init__(self) -> None:
         """Raise PolicyError for kept sets without a bound."""
@@ -37,6 +39,11 @@ class Sampling:
                 f"top_p={self.top_p:g} alone has no bound on the tokens that it keeps, which travel with each sampled "
                 "token; give top_k too."
             )
+
+    @property
+    def records_kept_sets(self) -> bool:
+        """Whether the completions come with kept sets."""
+        return self.leaves_out and self.gives_kept_sets
 
     @property
     def leaves_out(self) -> bool:

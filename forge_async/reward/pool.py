@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from forge_async.core.errors import RewardError
-from forge_async.reward.functions import absolute_reference
+from forge_async.core.user_code import absolute_reference, check_reference
 from forge_async.reward.ports import RewardCall, RewardOutcome
 from forge_async.reward.worker import RewardWorker, WorkerSettings
 
@@ -41,6 +41,7 @@ class ProcessRewardPool:
         slack_s: float = 0.5,
         startup_timeout_s: float = 120.0,
     ) -> None:
+        check_reference(reference, "reward")
         settings = WorkerSettings(
             reference=absolute_reference(reference),
             timeout_s=timeout_s,

@@ -202,7 +202,9 @@ def _sizes(config: Config, shape: ModelShape | None) -> dict[str, float]:
         return sizes
     policy, learner = config.policy, config.learner
     published = shape.num_parameters * DTYPE_BYTES[policy.dtype]
-    sizes["learner"] += (shape.num_parameters * TRAINING_BYTES + published) / learner.ranks
+    # A snapshot; with deltas beside it what was published last, and the one before.
+    copies = 3 if config.weights.makes_deltas(is_shared=config.weights.transport in ("auto", "shm")) else 1
+    sizes["learner"] += (shape.num_parameters * TRAINING_BYTES + copies * published) / learner.ranks
     sizes["learner"] += _forward_bytes(config, shape)
     # What it serves, and the version that is arriving.
     sizes["policy"] += 2 * published / policy.tensor_parallel + policy.kv_cache_bytes

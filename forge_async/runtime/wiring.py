@@ -20,11 +20,13 @@ from forge_async.actors.rollout_actor import RolloutActor, RolloutPlan
 from forge_async.actors.store_actor import StoreActor
 from forge_async.config.schema import Config
 from forge_async.core.versions import PolicyVersion
+from forge_async.learner.layout import Layout
 from forge_async.pipeline.ports import Admission, EvalScores, GroupRecord, LearnerStep, Pull, ReplicaStats, WorkerReport
 from forge_async.replay.admission import Prompts
 from forge_async.rollout.oversize import SampleLimit
 from forge_async.runtime.meshes import Placement
 from forge_async.runtime.resume import JOURNAL, ResumePoint
+from forge_async.weights.retention import Committed
 
 T = TypeVar("T")
 
@@ -114,7 +116,10 @@ class RemoteLearner:
     async def stage(self, version: PolicyVersion) -> None:
         await self._handle.stage.call(version, timeout_s=self._weights_timeout_s)
 
-    async def commit(self, version: PolicyVersion) -> int:
+    async def restage(self, version: PolicyVersion) -> None:
+        await self._handle.restage.call(version, timeout_s=self._weights_timeout_s)
+
+    async def commit(self, version: PolicyVersion) -> Committed:
         return await self._first.commit.call_one(version, timeout_s=self._weights_timeout_s)
 
     async def retire(self, version: PolicyVersion) -> None:
@@ -288,5 +293,5 @@ async def _start_replay(
         journal_path=str(run_dir / "journal" / JOURNAL),
         resume_from=resume.version if resume else None,
         keep_zero_advantage=config.advantage.zero_variance == "keep" or config.objective.trains_zero_advantages,
-        attention_tokens=config.learner.attention_tokens,
+        layout=Layout.of(config.learner),
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from forge_async.core.errors import WeightsError
 from forge_async.core.versions import PolicyVersion
 
-SCHEMA = 2
+SCHEMA = 3
 DIGEST_BYTES = 8
 
 
@@ -85,6 +85,26 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Coding:
+    """How one rank's part of a version is stored."""
+
+    chain: tuple[PolicyVersion, ...]
+    """Versions whose blobs make it, the last of them itself: the first is stored whole, each other as a delta to the
+    one before."""
+    num_bytes: int
+    """Of what is stored for this version."""
+    num_elements: int = 0
+    """Elements that were compared with the version before; 0 when it is whole."""
+    num_changed: int = 0
+    """Those among them whose bits differ."""
+
+    @property
+    def base(self) -> PolicyVersion | None:
+        """The version that its delta changes; None when it is whole."""
+        return self.chain[-2] if len(self.chain) > 1 else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """The parts of all ranks together: they tile every parameter exactly."""
 
@@ -129,10 +149,26 @@ class Manifest:
     digests: bytes = b""
     """Of all shards, in the layout's order; empty when the learner made none."""
     kind: str = "full"
-    """full: every parameter is in it. adapter: only low-rank adapters are, for the parameters of `base`."""
+    """How it is stored. full: every parameter is in it. delta: a part of it is what changed. adapter: only low-rank
+    adapters are in it."""
     base: str = ""
-    """Version that holds what this one leaves out; "" when it is full."""
+    """Version that holds the parameters below the adapters, when those are all that is in it; "" otherwise."""
+    codings: tuple[Coding, ...] = ()
+    """How each part is stored, in order of rank; none: all are whole."""
+    deltas_follow: bool = False
+    """Whether later versions may be deltas to this one, so that a reader does well to keep its bits."""
     schema: int = SCHEMA
+
+    @property
+    def needs(self) -> frozenset[PolicyVersion]:
+        """The other versions without which it cannot be read."""
+        below = {PolicyVersion.parse(self.base)} if self.base else set()
+        return frozenset(below | {each for coding in self.codings for each in coding.chain[:-1]})
+
+    @property
+    def stored_bytes(self) -> int:
+        """What was put into the store for it."""
+        return sum(coding.num_bytes for coding in self.codings) if self.codings else self.num_bytes
 
     @property
     def shards(self) -> tuple[Shard, ...]:

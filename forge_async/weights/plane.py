@@ -1,25 +1,26 @@
 """Publishing and reading versions over a store: shards first, then the manifest, old versions deleted when unread.
 
-Keys are `<version>/shard/<rank>`, `<version>/part/<rank>` and `<version>/manifest`, always fresh: a version never
-changes. What all versions share is under `layout/<id>`.
+Keys are `<version>/shard/<rank>` or `<version>/delta/<rank>`, `<version>/part/<rank>` and `<version>/manifest`, always
+fresh: a version never changes. What all versions share is under `layout/<id>`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from forge_async.core.errors import WeightsError
+from forge_async.core.errors import DeltaError, WeightsError
 from forge_async.core.versions import PolicyVersion
-from forge_async.weights.bases import Bases
-from forge_async.weights.manifest import SCHEMA, Layout, Manifest, Part, build_layout
-from forge_async.weights.packing import check_blob, digests
+from forge_async.weights.chains import SHARD, DeltaWriter, Held, Published, Wanted, encode, rebuild, wanted
+from forge_async.weights.manifest import SCHEMA, Coding, Layout, Manifest, Part, build_layout
+from forge_async.weights.packing import digests
 from forge_async.weights.ports import WeightStore
 
-MANIFEST, SHARD = "/manifest", "/shard/"
+MANIFEST = "/manifest"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,7 @@ class _StagedPart:
 
     part_id: str
     digests: bytes
+    coding: Coding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,38 +39,122 @@ class _Record:
     part_ids: tuple[str, ...]
     digests: bytes
     kind: str
+    codings: tuple[Coding, ...]
+    deltas_follow: bool
     schema: int
     base: str = ""
 
 
-_Held = tuple[Manifest, dict[int, Any]]
-"""A version: its manifest, and the blob of each rank that has one."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadReport:
+    """What the reading of a version took."""
+
+    num_bytes: int = 0
+    """Read from the store."""
+    own_bytes: int = 0
+    """Memory of this process that it is in, or was put together in."""
+    num_deltas: int = 0
+    damage: str = ""
+    """Why what was held, or was read first, was given up for the last whole version and all deltas since."""
+
+
+_Read = tuple[Manifest, list[tuple[Wanted, Any]]]
+"""A version: its manifest, and what was read for it."""
 
 
 class WeightPlane:
     """The life of versions, seen from one process."""
 
-    def __init__(self, store: WeightStore, *, checksums: bool = True) -> None:
-        """`checksums`: whether shards are hashed when staged, and compared when read."""
+    def __init__(self, store: WeightStore, *, checksums: bool = True, deltas: DeltaWriter | None = None) -> None:
+        """Args:
+        store: this process's client.
+        checksums: whether shards are hashed when staged, and compared when read.
+        deltas: makes what is staged from here a delta where that is smaller; None: every version is whole. Readers
+            need nothing: the manifest says how a version is stored.
+        """
         self.store = store
-        self._checksums = checksums
+        self.last_read = ReadReport()
+        """Of the last version that was read whole."""
+        self._checksums, self._deltas = checksums, deltas
         self._put_parts: set[str] = set()
         self._staged: dict[int, tuple[PolicyVersion, _StagedPart]] = {}
         """What was staged from here last, by rank: it need not be read back."""
-        self._ranks: tuple[int, ...] | None = None
-        """Which ranks held a blob of the version read last: the next one's are probably the same."""
+        self._committed: PolicyVersion | None = None
+        self._expected: list[tuple[int, bool]] | None = None
+        """(rank, whether it was a delta) of what made the version read last: the next one's is probably the same."""
+        self._held: Held | None = None
+        """The version read last, where deltas to it may follow."""
         self._layouts: dict[tuple[str, ...], Layout] = {}
-        self._bases = Bases()
 
-    async def stage(self, version: PolicyVersion, part: Part, blob: Any) -> None:
-        """Put one rank's shards. Invisible to readers until the manifest is committed."""
+    async def memory(self, num_bytes: int) -> Any:
+        """Memory for the next snapshot, uint8 [num_bytes], or None when new memory is as good.
+
+        With deltas it is this process's own, since what was staged last must stay as it is; without, the store's.
+        """
+        if self._deltas is not None:
+            return self._deltas.take_memory(num_bytes)
+        return await self.store.reserve(num_bytes) if self.store.transport.is_shared else None
+
+    async def stage(self, version: PolicyVersion, part: Part, blob: Any, *, whole: bool = False) -> None:
+        """Put one rank's shards. Invisible to readers until the manifest is committed.
+
+        The blob belongs to the plane from then on. With deltas it must not be memory that the store lent.
+        """
         hashed = await asyncio.to_thread(digests, part, blob) if self._checksums else b""
-        staged = _StagedPart(part_id=part.id, digests=hashed)
         items: dict[str, Any] = {} if part.id in self._put_parts else {f"layout/{part.id}": part}
-        items |= {f"{version}{SHARD}{part.rank}": blob} if part.blob_bytes else {}
+        coding, stream = (None, None) if whole else await self._delta(version, part, blob)
+        if coding is None:
+            coding = Coding(chain=(version,), num_bytes=part.blob_bytes)
+            items |= {f"{version}{SHARD}{part.rank}": blob} if part.blob_bytes else {}
+        else:
+            items[Wanted(part.rank, version, is_delta=True).key] = stream
+        staged = _StagedPart(part_id=part.id, digests=hashed, coding=coding)
         await self.store.put(items | {f"{version}/part/{part.rank}": staged})
         self._put_parts.add(part.id)
         self._staged[part.rank] = (version, staged)
+        if self._deltas is not None:
+            self._deltas.note(Published(version=version, part=part, blob=blob, chain=coding.chain))
+
+    async def _delta(self, version: PolicyVersion, part: Part, blob: Any) -> tuple[Coding | None, Any]:
+        """How to store a part as what changed, and the delta; nothing where it is better stored whole."""
+        base = self._deltas.base(version, part) if self._deltas is not None else None
+        if base is None or not await self._is_ready(base.version):
+            return None, None
+        found = await asyncio.to_thread(encode, base, part, blob)
+        if found is None:
+            return None, None
+        coding = Coding(
+            chain=(*base.chain, version),
+            num_bytes=found.stream.numel(),
+            num_elements=found.num_elements,
+            num_changed=found.num_changed,
+        )
+        return coding, found.stream
+
+    async def _is_ready(self, version: PolicyVersion) -> bool:
+        """Whether a version that was staged here was committed too, and is still there."""
+        if version == self._committed:
+            return True
+        try:
+            async with self.store.reading([f"{version}{MANIFEST}"]):
+                return True
+        except KeyError:
+            return False
+
+    async def restage(self, version: PolicyVersion) -> None:
+        """Stage whole what was staged from here last, beside its delta; committing again makes it readable so.
+
+        Raises WeightsError when something else was staged last.
+        """
+        ranks = [rank for rank, (staged, _) in self._staged.items() if staged == version]
+        for rank in ranks:
+            last = self._deltas.last(rank) if self._deltas is not None else None
+            if last is not None and last.version == version:
+                await self.stage(version, last.part, last.blob, whole=True)
+                continue
+            raise WeightsError(f"{version} cannot be staged anew: its bits are not kept, since deltas are off.")
+        if not ranks:
+            raise WeightsError(f"{version} cannot be staged anew: it is not what was staged last.")
 
     async def commit(self, version: PolicyVersion, num_ranks: int = 1, base: str = "") -> Manifest:
         """Make a version readable. Call once, after every rank has staged.
@@ -76,25 +162,37 @@ class WeightPlane:
         Args:
             version: what was staged.
             num_ranks: so many ranks have staged it.
-            base: the version whose other parameters it leaves as they are; "": it has all of them.
+            base: the version whose other parameters it leaves as they are, when it holds adapters only.
 
         Raises WeightsError when a rank has not staged, when what they staged does not form whole parameters, or when
         the base is not readable.
         """
-        if base and not await self._is_readable(PolicyVersion.parse(base)):
+        if base and not await self._is_ready(PolicyVersion.parse(base)):
             raise WeightsError(f"{version} builds on {base}, which is not in the store; publish a whole version.")
         parts = await self._staged_parts(version, num_ranks)
         layout = await self._layout(version, tuple(part.part_id for part in parts))
-        hashed = b"".join(part.digests for part in parts)
-        kind = "adapter" if base else "full"
-        manifest = Manifest(version=version, layout=layout, digests=hashed, kind=kind, base=base)
-        record = _Record(part_ids=layout.ids, digests=hashed, kind=kind, schema=manifest.schema, base=base)
+        codings = tuple(part.coding for part in parts)
+        manifest = Manifest(
+            version=version,
+            layout=layout,
+            digests=b"".join(part.digests for part in parts),
+            kind="delta" if any(coding.base for coding in codings) else "adapter" if base else "full",
+            base=base,
+            codings=codings,
+            deltas_follow=self._deltas is not None,
+        )
+        record = _Record(
+            part_ids=layout.ids,
+            digests=manifest.digests,
+            kind=manifest.kind,
+            codings=codings,
+            deltas_follow=manifest.deltas_follow,
+            schema=manifest.schema,
+            base=base,
+        )
         await self.store.put({f"{version}{MANIFEST}": record})
-        self._bases.published(version, PolicyVersion.parse(base) if base else None)
+        self._committed = version
         return manifest
-
-    async def _is_readable(self, version: PolicyVersion) -> bool:
-        return self._bases.knows(version) or version in await self.versions()
 
     async def _staged_parts(self, version: PolicyVersion, num_ranks: int) -> list[_StagedPart]:
         """What each rank staged, in order of rank."""
@@ -122,52 +220,116 @@ class WeightPlane:
         if record.schema != SCHEMA:
             raise WeightsError(f"{version} was published by another release (schema {record.schema}, not {SCHEMA}).")
         layout = await self._layout(version, record.part_ids)
-        return Manifest(version=version, layout=layout, digests=record.digests, kind=record.kind, base=record.base)
+        return Manifest(
+            version=version,
+            layout=layout,
+            digests=record.digests,
+            kind=record.kind,
+            codings=record.codings,
+            deltas_follow=record.deltas_follow,
+            base=record.base,
+        )
 
     @asynccontextmanager
-    async def reading(self, version: PolicyVersion) -> AsyncIterator[_Held]:
+    async def reading(self, version: PolicyVersion) -> AsyncIterator[tuple[Manifest, dict[int, Any]]]:
         """Enter to have a version's manifest and the blob of each rank, checked against the manifest's digests.
 
         The blobs may be the store's own memory, to be used until the exit and never written to.
-        Raises WeightsError when the version is not there, is retired meanwhile, or arrived damaged.
+        Raises WeightsError when the version is not there, is retired meanwhile, or arrived damaged; DeltaError when
+        its deltas do not lead to it, which publishing it whole mends.
         """
         async with AsyncExitStack() as stack:
-            manifest, blobs = await self._read_at_once(stack, version) or await self._read_in_two(stack, version)
-            if self._checksums:
-                await asyncio.to_thread(_check_all, manifest, blobs)
-            yield manifest, blobs
+            manifest, blobs = await self._rebuilt(stack, version)
+            try:
+                yield manifest, blobs
+            finally:
+                if manifest.deltas_follow:
+                    self._held = Held.of(manifest, blobs)
 
-    async def _read_at_once(self, stack: AsyncExitStack, version: PolicyVersion) -> _Held | None:
-        """Ask for the manifest together with the blobs that it names if it is like the last one; None if it is not."""
-        if (ranks := self._ranks) is None:
-            return None
-        keys = [f"{version}{MANIFEST}", *(f"{version}{SHARD}{rank}" for rank in ranks)]
+    async def _rebuilt(self, stack: AsyncExitStack, version: PolicyVersion) -> tuple[Manifest, dict[int, Any]]:
+        """A version, from what is held if that leads to it, else from the last whole one."""
+        held, self._held = self._held, None  # nobody else may use it: deltas are applied where it lies
         try:
-            record, *blobs = await stack.enter_async_context(self.store.reading(keys))
+            found = await self._read(stack, version, held)
+        except BaseException:
+            self._held = held
+            raise
+        try:
+            return found[0], await self._put_together(found, held)
+        except DeltaError as error:
+            if held is None:
+                raise
+            damage = str(error)
+        found = await self._read(stack, version, None)
+        return found[0], await self._put_together(found, None, damage)
+
+    async def _put_together(self, found: _Read, held: Held | None, damage: str = "") -> dict[int, Any]:
+        manifest, fetched = found
+        is_shared = self.store.transport.is_shared
+        copies = is_shared and (manifest.kind == "delta" or manifest.deltas_follow)
+        warm = held.blobs if held is not None else {}
+
+        def own(rank: int, blob: Any) -> Any:
+            if not copies:
+                return blob
+            return warm[rank].copy_(blob) if rank in warm and warm[rank].shape == blob.shape else blob.clone()
+
+        unchecked = dataclasses.replace(manifest, digests=manifest.digests if self._checksums else b"")
+        blobs = await asyncio.to_thread(rebuild, unchecked, fetched, held, own)
+        num_bytes = sum(value.numel() for _, value in fetched)
+        kept = not any(not link.is_delta for link, _ in fetched)  # put together in memory of an earlier version
+        self.last_read = ReadReport(
+            num_bytes=num_bytes,
+            own_bytes=(0 if is_shared else num_bytes)
+            + (sum(blob.numel() for blob in blobs.values()) if copies or kept else 0),
+            num_deltas=sum(link.is_delta for link, _ in fetched),
+            damage=damage,
+        )
+        return blobs
+
+    async def _read(self, stack: AsyncExitStack, version: PolicyVersion, held: Held | None) -> _Read:
+        return await self._read_at_once(stack, version, held) or await self._read_in_two(stack, version, held)
+
+    async def _read_at_once(self, stack: AsyncExitStack, version: PolicyVersion, held: Held | None) -> _Read | None:
+        """Ask for the manifest together with what it names if it is like the last one; None if it is not."""
+        if self._expected is None:
+            return None
+        links = [Wanted(rank, version, is_delta) for rank, is_delta in self._expected]
+        try:
+            record, *values = await stack.enter_async_context(
+                self.store.reading([f"{version}{MANIFEST}", *(link.key for link in links)])
+            )
         except KeyError:
             return None
         manifest = await self._manifest(version, record)
-        return (manifest, dict(zip(ranks, blobs, strict=True))) if manifest.ranks == ranks else None
+        return (manifest, list(zip(links, values, strict=True))) if wanted(manifest, held) == links else None
 
-    async def _read_in_two(self, stack: AsyncExitStack, version: PolicyVersion) -> _Held:
+    async def _read_in_two(self, stack: AsyncExitStack, version: PolicyVersion, held: Held | None) -> _Read:
         manifest = await self.manifest(version)
-        self._ranks = manifest.ranks
-        held = self.store.reading([f"{version}{SHARD}{rank}" for rank in manifest.ranks])
+        links = wanted(manifest, held)
+        self._expected = list(dict.fromkeys((link.rank, link.is_delta) for link in links if link.version == version))
         try:
-            blobs = await stack.enter_async_context(held)
+            values = await stack.enter_async_context(self.store.reading([link.key for link in links]))
         except KeyError as error:
             raise WeightsError(f"{version} was retired while it was read; pull a newer one.") from error
-        return manifest, dict(zip(manifest.ranks, blobs, strict=True))
+        return manifest, list(zip(links, values, strict=True))
 
     async def retire(self, version: PolicyVersion) -> None:
-        """Delete a version, and whatever older one was staged and never committed. Unknown versions are ignored.
-
-        One that others build on goes with the last of them.
-        """
-        for each in self._bases.retire(version):
-            await self.store.delete(f"{each}/")
+        """Delete a version, and whatever older one was staged and never committed. Unknown versions are ignored."""
+        await self.store.delete(f"{version}/")
         for old in unfinished(await self.store.keys(), before=version):
             await self.store.delete(f"{old}/")
+
+    async def retire_all_but(self, keep: int) -> None:
+        """Delete all versions but the newest `keep` and those that these need, newest first: none is left that needs
+        a deleted one, wherever this breaks off."""
+        versions = await self.versions()
+        kept = {*versions[-keep:]}
+        for version in versions[-keep:]:
+            kept |= (await self.manifest(version)).needs
+        for old in reversed(versions):
+            if old not in kept:
+                await self.retire(old)
 
     async def versions(self) -> list[PolicyVersion]:
         """Readable versions, oldest first."""
@@ -191,8 +353,3 @@ def unfinished(keys: Sequence[str], before: PolicyVersion) -> set[PolicyVersion]
     staged = {PolicyVersion.parse(key.partition("/")[0]) for key in keys if not key.startswith("layout/")}
     whole = {PolicyVersion.parse(key.removesuffix(MANIFEST)) for key in keys if key.endswith(MANIFEST)}
     return {version for version in staged - whole if version.policy == before.policy and version < before}
-
-
-def _check_all(manifest: Manifest, blobs: dict[int, Any]) -> None:
-    for rank, blob in blobs.items():
-        check_blob(manifest, rank, blob)

@@ -1,10 +1,25 @@
-"""Which versions must stay readable: the newest few, and every one that somebody is reading."""
+"""Which versions must stay readable: the newest few, all that somebody reads, and what these are built on."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 from forge_async.core.versions import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """A version that has become readable, as whoever keeps the books sees it."""
+
+    num_bytes: int
+    """What was stored for it."""
+    needs: frozenset[PolicyVersion] = frozenset()
+    """The versions without which its deltas mean nothing."""
+    num_elements: int = 0
+    """Elements that were compared with the version before; 0 when it is whole."""
+    num_changed: int = 0
+    """Those among them whose bits differ."""
 
 
 class Retention:
@@ -15,15 +30,21 @@ class Retention:
         self._keep = keep
         self._live: list[PolicyVersion] = []
         self._leases: Counter[PolicyVersion] = Counter()
+        self._needs: dict[PolicyVersion, frozenset[PolicyVersion]] = {}
 
     @property
     def newest(self) -> PolicyVersion | None:
         """The newest published version."""
         return self._live[-1] if self._live else None
 
-    def published(self, version: PolicyVersion) -> None:
-        """Note a committed version."""
+    def is_whole(self, version: PolicyVersion) -> bool:
+        """Whether a published version can be read without any other."""
+        return not self._needs[version]
+
+    def published(self, version: PolicyVersion, needs: frozenset[PolicyVersion] = frozenset()) -> None:
+        """Note a committed version, or one that was committed again, and all that it is built on."""
         self._live = sorted({*self._live, version})
+        self._needs[version] = needs
 
     def lease(self, version: PolicyVersion) -> None:
         """A reader begins; the version stays until as many releases."""
@@ -36,7 +57,12 @@ class Retention:
             del self._leases[version]
 
     def take_deletable(self) -> list[PolicyVersion]:
-        """Versions that may be deleted now, oldest first; each is returned once."""
-        deletable = [version for version in self._live[: -self._keep] if version not in self._leases]
-        self._live = [version for version in self._live if version not in deletable]
+        """Versions that may be deleted now, each returned once: newest first, so that none is left without what it is
+        built on when the deletion breaks off."""
+        used = {*self._live[-self._keep :], *self._leases}
+        used |= {base for version in used for base in self._needs.get(version, ())}
+        deletable = [version for version in reversed(self._live) if version not in used]
+        for version in deletable:
+            self._live.remove(version)
+            del self._needs[version]
         return deletable

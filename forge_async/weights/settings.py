@@ -8,6 +8,8 @@ from forge_async.core.settings import setting
 
 TRANSPORTS = ("auto", "rpc", "shm", "rdma", "ipc", "broadcast", "filesystem", "http")
 
+DELTA = ("auto", "never", "always")
+
 VERIFY = ("none", "sampled", "full")
 
 
@@ -28,8 +30,27 @@ class WeightsSettings:
         "serves is compared in the pause of a pull: a sample that changes with each version, or all of it",
         choices=VERIFY,
     )
+    delta: str = setting(
+        "auto",
+        "whether a version is published as what changed since the one before, where that takes less than half of its "
+        "bytes; auto: not where weights stay in one host's shared memory",
+        choices=DELTA,
+    )
+    anchor_every: int = setting(
+        20, "one in so many versions is published whole, for readers that come late or missed versions", low=1
+    )
     merge_adapters: bool = setting(
         False,
         "with learner.lora.rank: publish and save the model with its adapters added in, whole each time, and not the "
         "adapters alone",
     )
+
+    def makes_deltas(self, *, is_shared: bool) -> bool:
+        """Whether a writer publishes deltas.
+
+        Args:
+            is_shared: whether its transport is the store's own memory. There a whole version costs one copy, which the
+                snapshot needs in any case, and a delta costs more than that at both ends.
+        """
+        wanted = self.delta == "always" or (self.delta == "auto" and not is_shared)
+        return wanted and self.anchor_every > 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -19,52 +20,29 @@ class Transport:
     """Whether reader and writer may be on different hosts."""
     is_shared: bool
     """Whether readers use the store's own memory, and so hold nothing of their own."""
-    medium: str
-    """Where the bytes are in between, in a few words."""
+
+    def suits(self, *, same_host: bool) -> bool:
+        """Whether a run may rely on it between the store and a client: replicas are started anew, and members die."""
+        return self.late_joiners and self.survives_members and (same_host or self.cross_host)
 
 
-SHM = Transport(
-    name="shm",
-    late_joiners=True,
-    survives_members=True,
-    cross_host=False,
-    is_shared=True,
-    medium="memory segments of the store's process, mapped by its clients",
-)
-RPC = Transport(
-    name="rpc",
-    late_joiners=True,
-    survives_members=True,
-    cross_host=True,
-    is_shared=False,
-    medium="messages of Monarch to and from torchstore's volume",
-)
-FILESYSTEM = Transport(
-    name="filesystem",
-    late_joiners=True,
-    survives_members=True,
-    cross_host=True,
-    is_shared=False,
-    medium="safetensors files in a folder that all hosts share",
-)
-HTTP = Transport(
-    name="http",
-    late_joiners=True,
-    survives_members=True,
-    cross_host=True,
-    is_shared=False,
-    medium="requests to the store's process, opened by a token",
-)
+SHM = Transport(name="shm", late_joiners=True, survives_members=True, cross_host=False, is_shared=True)
+RPC = Transport(name="rpc", late_joiners=True, survives_members=True, cross_host=True, is_shared=False)
+FILESYSTEM = Transport(name="filesystem", late_joiners=True, survives_members=True, cross_host=True, is_shared=False)
+HTTP = Transport(name="http", late_joiners=True, survives_members=True, cross_host=True, is_shared=False)
 BUILT = {each.name: each for each in (SHM, RPC, FILESYSTEM, HTTP)}
 """The transports that there are, by name."""
 
 
-def choose(requested: str, *, same_host: bool) -> Transport:
-    """The transport between the store and one of its clients.
+AUTO = (SHM, RPC)
+"""What `auto` takes the first suitable of: the fastest comes first. One store serves all of them."""
 
-    `auto` takes shared memory where the client runs on the store's host, and messages elsewhere. A client that asks
-    for shared memory from another host gets messages too: the store serves both.
+
+def choose(requested: str, *, same_host: bool, among: Sequence[Transport] = AUTO) -> Transport:
+    """The transport between the store and one of its clients, by what each says of itself.
+
+    `auto` takes the first of `among` that suits. A client that asks for shared memory from another host gets messages
+    too: the store serves both.
     """
-    if requested in ("auto", "shm") and same_host:
-        return SHM
-    return RPC
+    wanted = among if requested in ("auto", "shm") else [each for each in among if each.name == requested]
+    return next(each for each in wanted if each.suits(same_host=same_host))

@@ -13,8 +13,9 @@ import pytest
 from forge_async.core.errors import ConfigError, LearnerError, NonFiniteError
 from forge_async.core.records import Group, PromptId, Samples
 from forge_async.core.versions import NOT_SAMPLED, PolicyVersion, VersionRuns
-from forge_async.learner.batch import Share, split_batch
+from forge_async.learner.batch import MiniBatch, Share, split_batch
 from forge_async.learner.counts import Counts
+from forge_async.learner.layout import Layout
 from forge_async.weights.manifest import Packed, build_manifest
 from forge_async.weights.packing import check_blob, digests, unpack
 from tests.child import Child, build_all, call_all
@@ -98,15 +99,18 @@ def on_policy(samples, learner):
     return dataclasses.replace(samples, logprobs=(scored * samples.loss_mask).astype(np.float32))
 
 
-def share(samples, num_ranks=1):
-    """All shares of a batch, or the only one."""
+def share(samples, num_ranks=1, **layout):
+    """All shares of a batch, or the only one; `layout`: fields of Layout."""
     group = Group(index=5, prompt_id=PromptId(source="s", epoch=0, index=5), samples=samples, rewards=np.zeros(1))
-    shares = split_batch([group], num_ranks, keep_zero_advantage=True)
+    laid = Layout(**{"micro_batch_tokens": 8192} | layout)
+    shares = split_batch([group], num_ranks, keep_zero_advantage=True, layout=laid)
     return shares if num_ranks > 1 else shares[0]
 
 
 NO_COUNTS = Counts(num_loss_tokens=0, num_samples=0, num_batch_samples=0, num_samples_with_advantage=0)
-NOTHING = Share(samples=None, counts=NO_COUNTS, group_indices=(5,))
+NOTHING = Share(
+    samples=None, counts=NO_COUNTS, mini_batches=(MiniBatch(counts=NO_COUNTS, batches=[]),), group_indices=(5,)
+)
 
 
 def weights_of(learner):
@@ -126,9 +130,10 @@ def assert_close(one, other, *, rel=1e-6):
         assert difference < rel, f"{name}: {difference:.2e}"
 
 
-def trained(learner, steps=2, seed=0):
+def trained(learner, steps=2, seed=0, **layout):
     """Steps on batches whose ratios lie near 1; the results and the weights."""
-    results = [learner.train(share(on_policy(make_samples(seed=seed + step), learner))) for step in range(steps)]
+    batches = (make_samples(seed=seed + step) for step in range(steps))
+    results = [learner.train(share(on_policy(batch, learner), **layout)) for batch in batches]
     return results, weights_of(learner)
 
 
@@ -276,7 +281,7 @@ def test_with_unchanged_weights_the_ratio_is_one(titan):
 
 @pytest.mark.stack
 @pytest.mark.parametrize(
-    "settings",
+    "layout",
     [
         {"packed": False},
         {"row_tokens": 8, "micro_batch_tokens": 8},
@@ -286,22 +291,24 @@ def test_with_unchanged_weights_the_ratio_is_one(titan):
     ],
     ids=["padded", "one_sample_each", "one_row_each", "one_row", "logits_in_chunks"],
 )
-def test_how_samples_are_laid_out_changes_nothing(titan, settings):
+def test_how_samples_are_laid_out_changes_nothing(titan, layout):
     (first, second), weights = trained(titan.make(lr=1e-4))
-    (other_first, other_second), other_weights = trained(titan.make(lr=1e-4, **settings))
+    settings = {name: layout[name] for name in ("logit_chunk_tokens",) if name in layout}
+    rows = {name: value for name, value in layout.items() if name not in settings}
+    (other_first, other_second), other_weights = trained(titan.make(lr=1e-4, **settings), **rows)
     for one, other in ((first, other_first), (second, other_second)):
         assert other.loss == pytest.approx(one.loss, rel=1e-5)
         assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
     assert_close(weights, other_weights)
-    assert first.num_row_tokens < trained(titan.make(packed=False), steps=1)[0][0].num_row_tokens
+    assert first.num_row_tokens < trained(titan.make(), steps=1, packed=False)[0][0].num_row_tokens
 
 
 @pytest.mark.stack
 def test_a_row_too_wide_for_a_mask_trains_like_short_ones(titan):
     batch, found = off_policy(make_samples(300), titan.make()), []
     for row_tokens in (64, 4096):
-        learner = titan.make(lr=1e-4, row_tokens=row_tokens)
-        found.append((learner.train(share(batch)), weights_of(learner)))
+        learner = titan.make(lr=1e-4)
+        found.append((learner.train(share(batch, row_tokens=row_tokens)), weights_of(learner)))
     (narrow, weights), (wide, other_weights) = found
     assert wide.num_row_tokens == batch.num_tokens > 2048
     assert wide.loss == pytest.approx(narrow.loss, rel=1e-5)
@@ -357,8 +364,8 @@ def test_other_objectives_do_not_depend_on_the_layout_either(titan, objective, c
     batch = off_policy(make_samples(), titan.make())
     results, weights = [], []
     for layout in ({"row_tokens": 512}, {"row_tokens": 8, "micro_batch_tokens": 8}):
-        learner = titan.make(**chosen, **layout)
-        results.append(learner.train(share(batch)))
+        learner = titan.make(**chosen)
+        results.append(learner.train(share(batch, **layout)))
         weights.append(weights_of(learner))
     assert results[1].loss == pytest.approx(results[0].loss, rel=1e-5, abs=1e-6)
     assert results[1].grad_norm == pytest.approx(results[0].grad_norm, rel=1e-5)
@@ -377,10 +384,9 @@ def test_values_reference_entropy_and_several_updates_do_not_depend_on_the_layou
     chosen = {"lr": 1e-4, "objective": EVERYTHING, "correction": "decoupled", "updates_per_batch": 2}
     batches = [off_policy(make_samples(seed=seed), titan.make()) for seed in range(2)]
     found = []
-    layouts = ({"row_tokens": 512}, {"row_tokens": 8, "micro_batch_tokens": 16, "logit_chunk_tokens": 7})
-    for layout in layouts:
-        learner = titan.make(**chosen, **layout)
-        found.append(([learner.train(share(batch)) for batch in batches], weights_of(learner)))
+    for chunk, layout in ((2048, {"row_tokens": 512}), (7, {"row_tokens": 8, "micro_batch_tokens": 16})):
+        learner = titan.make(**chosen, logit_chunk_tokens=chunk)
+        found.append(([learner.train(share(batch, **layout)) for batch in batches], weights_of(learner)))
     (results, weights), (others, other_weights) = found
     for one, other in zip(results, others, strict=True):
         assert other.loss == pytest.approx(one.loss, rel=1e-5, abs=1e-6)
@@ -392,8 +398,9 @@ def test_values_reference_entropy_and_several_updates_do_not_depend_on_the_layou
 
 
 @pytest.mark.stack
-def test_the_value_head_learns_what_it_is_rewarded_for(titan):
-    learner = titan.make(objective={"name": "ppo", "value_clip": 0.0}, lr=3e-3)
+@pytest.mark.parametrize("correction", ["token_is", "vtrace"])
+def test_the_value_head_learns_what_it_is_rewarded_for(titan, correction):
+    learner = titan.make(objective={"name": "ppo", "value_clip": 0.0}, lr=3e-3, correction=correction)
     samples = make_samples()
     rewards = np.repeat(np.arange(9) % 3 - 1.0, samples.lengths) * samples.loss_mask
     batch = dataclasses.replace(samples, advantages=rewards.astype(np.float32))
@@ -443,13 +450,47 @@ def test_in_later_updates_of_a_batch_the_ratio_moves_away_from_1(titan):
         assert learner.version == PolicyVersion(step=1)
 
 
+def mini_batched(parts):
+    """The share of a batch of these groups, each a mini-batch."""
+    groups = [
+        Group(index=index, prompt_id=PromptId(source="s", epoch=0, index=index), samples=samples, rewards=np.zeros(1))
+        for index, samples in enumerate(parts)
+    ]
+    return split_batch(groups, 1, keep_zero_advantage=True, layout=Layout(mini_batches=len(parts)))[0]
+
+
+@pytest.mark.stack
+def test_each_mini_batch_is_an_update_of_its_own_with_its_own_denominators(titan):
+    chosen = {"lr": 1e-4, "decay": "constant", "objective": {"denominator": "sequence_means"}}
+    parts = [off_policy(make_samples(num, seed=num), titan.make()) for num in (5, 9)]
+    one_by_one = titan.make(**chosen)
+    results, weights = [one_by_one.train(share(part)) for part in parts], weights_of(one_by_one)
+    learner = titan.make(**chosen, updates_per_batch=2)
+    result = learner.train(mini_batched(parts))
+    assert_close(weights_of(learner), weights)
+    assert result.loss == pytest.approx(np.mean([each.loss for each in results]), rel=1e-5, abs=1e-6)
+    assert result.num_loss_tokens == sum(part.num_loss_tokens for part in parts)
+    assert result.version == PolicyVersion(step=1) and result.figures["staleness/extra_updates"] == 1
+    tokens = [each.num_loss_tokens for each in results]
+    mismatch = np.average([each.mismatch_kl for each in results], weights=tokens)
+    assert result.mismatch_kl == pytest.approx(mismatch, rel=1e-4)
+
+
+@pytest.mark.stack
+def test_the_proximal_policy_of_every_mini_batch_is_that_of_the_steps_start(titan):
+    learner = titan.make(lr=3e-3, updates_per_batch=2, correction="decoupled")
+    parts = [on_policy(make_samples(seed=seed), learner) for seed in range(2)]
+    result = learner.train(mini_batched(parts))
+    assert result.figures["ratio/max"] > 1.02, "the second update begins away from the first one's start"
+
+
 @pytest.mark.stack
 def test_the_sample_whose_loss_is_not_finite_is_named(titan):
-    learner, samples = titan.make(micro_batch_tokens=16), make_samples()
+    learner, samples = titan.make(), make_samples()
     edges, advantages = samples.bounds(), samples.advantages.copy()
     advantages[edges[4] + 5] = np.inf
     with pytest.raises(NonFiniteError, match=r"groups 5\.\.5 are not finite \(the loss of sample 4 of group 5 is"):
-        learner.train(share(dataclasses.replace(samples, advantages=advantages)))
+        learner.train(share(dataclasses.replace(samples, advantages=advantages), micro_batch_tokens=16))
 
 
 @pytest.mark.stack
@@ -527,7 +568,7 @@ def test_a_checkpoint_of_two_ranks_is_gone_on_with_by_one_and_the_other_way_roun
     digest, last = alone.digest(), off_policy(make_samples(seed=1), alone)
     result = alone.train(share(last))
     weights = weights_of(alone)
-    ranks, version = all_ranks(children, odd.folder, **chosen), PolicyVersion(incarnation=1, step=1)
+    ranks, version = all_ranks(children[:2], odd.folder, **chosen), PolicyVersion(incarnation=1, step=1)
     call_all(ranks, "restore", [(tmp_path / "one", version)] * 2)
     assert call_all(ranks, "digest", [(), ()]) == [digest] * 2
     call_all(ranks, "save_state", [(tmp_path / "two",)] * 2)

@@ -10,8 +10,9 @@ import pytest
 import pytest_asyncio
 import torch
 
-from forge_async.core.errors import WeightsError
+from forge_async.core.errors import DeltaError, WeightsError
 from forge_async.core.versions import PolicyVersion
+from forge_async.weights.chains import DeltaWriter
 from forge_async.weights.packing import LocalShard, Packer, pack, unpack
 from forge_async.weights.plane import WeightPlane
 from forge_async.weights.settings import WeightsSettings
@@ -180,6 +181,41 @@ async def test_a_version_travels_whole_and_is_gone_when_retired(backend, store):
     with pytest.raises(WeightsError, match="not in the store"):
         async with plane.reading(version):
             pass
+
+
+async def test_deltas_lead_to_the_same_bits_and_a_damaged_one_is_told_and_replaced(backend, store):
+    rank, reader = Packer(0), WeightPlane(backend[1])
+    plane = WeightPlane(store, deltas=DeltaWriter(anchor_every=4))
+    weights = torch.randn(6, COLUMNS).bfloat16()
+
+    async def publish_next(step):
+        weights.view(-1)[step::997] += 1
+        shard = LocalShard(name="w", tensor=weights, global_shape=(6, COLUMNS), offsets=(0, 0))
+        blob = await plane.memory(rank.blob_bytes)
+        await plane.stage(PolicyVersion(step=step), *rank.pack([shard], blob))
+        return await plane.commit(PolicyVersion(step=step))
+
+    async def read(step):
+        async with reader.reading(PolicyVersion(step=step)) as (manifest, blobs):
+            assert torch.equal(unpack(manifest, blobs)["w"].view(torch.int16), weights.view(torch.int16))
+        return reader.last_read.num_bytes
+
+    for step in range(6):
+        manifest = await publish_next(step)
+        assert manifest.kind == ("full" if step % 4 == 0 else "delta")
+        assert (await read(step) < 0.05 * manifest.num_bytes) == (manifest.kind == "delta")
+    await publish_next(6)
+    key = f"{PolicyVersion(step=6)}/delta/0"
+    damaged = await get(store, key)
+    damaged[-1] ^= 1
+    await store.put({key: damaged})
+    with pytest.raises(DeltaError, match=r"policy@0\.6 cannot be rebuilt .* is damaged"):
+        await read(6)
+    await plane.restage(PolicyVersion(step=6))
+    assert (await plane.commit(PolicyVersion(step=6))).kind == "full"
+    assert await read(6) > 0.9 * weights.nbytes
+    await publish_next(7)
+    assert await read(7) < 0.05 * weights.nbytes
 
 
 async def test_over_two_hundred_versions_keys_bytes_and_memory_stay_flat(backend, store):

@@ -222,6 +222,16 @@ def learner_of(ends, **settings):
     return child.build("tests.backends:titan_learner", str(folder), free_port(), **settings)
 
 
+def test_without_kept_sets_the_samples_are_the_same(engine):
+    """Evaluations ask for none. The log-probabilities are renormalised over them all the same."""
+    asked = request("a", n=4, top_k=5, temperature=0.7, tokens=9)
+    without = dataclasses.replace(asked, sampling=dataclasses.replace(asked.sampling, gives_kept_sets=False))
+    with_sets, plain = generate(engine, asked)["a"], generate(engine, without)["a"]
+    assert with_sets.kept_set is not None and plain.kept_set is None
+    assert plain.token_ids.tolist() == with_sets.token_ids.tolist()
+    assert plain.logprobs == pytest.approx(with_sets.logprobs, abs=1e-5)
+
+
 @pytest.mark.stack
 @pytest.mark.parametrize("way", WAYS)
 def test_with_unchanged_weights_the_ratio_is_one(ends, way):
@@ -242,8 +252,8 @@ def test_with_unchanged_weights_the_ratio_is_one(ends, way):
 def test_how_samples_with_kept_sets_are_laid_out_changes_nothing(ends):
     samples = sampled(ends[0], WAYS["temperature_top_p_top_k"])
     chosen = {"temperature": 0.7, "objective": {"entropy_weight": 0.01, "kl_weight": 0.1}, "lr": 1e-4}
-    one = learner_of(ends, row_tokens=512, **chosen).train(share(samples))
-    other = learner_of(ends, row_tokens=8, micro_batch_tokens=40, **chosen).train(share(samples))
+    one = learner_of(ends, **chosen).train(share(samples, row_tokens=512))
+    other = learner_of(ends, **chosen).train(share(samples, row_tokens=8, micro_batch_tokens=40))
     assert other.loss == pytest.approx(one.loss, rel=1e-5, abs=1e-6)
     assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
     assert other.figures == pytest.approx(one.figures, rel=1e-4, abs=1e-6)
@@ -258,7 +268,7 @@ def test_an_end_token_that_is_also_the_padding_is_trained_on_where_it_was_sample
     assert ended.sum() > 3 and samples.loss_mask[last].all()
     assert int((samples.token_ids[samples.loss_mask] == 0).sum()) == ended.sum()
     results = [
-        learner_of(ends, lr=1e-4, **layout).train(share(samples))
+        learner_of(ends, lr=1e-4).train(share(samples, **layout))
         for layout in ({"row_tokens": 128}, {"row_tokens": 8, "micro_batch_tokens": 8})
     ]
     for result in results:

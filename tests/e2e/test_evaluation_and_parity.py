@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from e2e.runs import descendants, environment, nothing_left, run
 
+from tests.models import make_model
+
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(400)]
 
 
@@ -22,12 +24,19 @@ def call(cwd: Path, app: str, *words: str) -> str:
     return done.stdout
 
 
+REWARD = """
+def score(completion, **_):
+    return min(1.0, sum(map(str.isalpha, completion)) / 4)
+"""
+
+
 @pytest.mark.long
-def test_a_run_is_evaluated_on_its_way_and_policy_learner_and_transformers_agree(
-    tmp_path: Path, tiny_model: Path
-) -> None:
+def test_a_run_is_evaluated_on_its_way_and_policy_learner_and_transformers_agree(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(REWARD)
+    model = make_model(tmp_path / "model")  # random, so that its answers differ and some of them score
     words = [
-        f"model.path={tiny_model}", "task.name=sum", "groups_per_step=8", "group_size=4", "steps=6", "optimizer.lr=0",
+        f"model.path={model}", "task.name=sum", "groups_per_step=8", "group_size=4", "steps=6", "optimizer.lr=0",
+        "reward=reward.py:score",
         "eval.every_steps=2", "eval.num_prompts=20", "eval.samples=4", "checkpoint.keep=1", "async.max_staleness=1",
         "advantage.zero_variance=keep",
     ]  # fmt: skip
@@ -37,8 +46,8 @@ def test_a_run_is_evaluated_on_its_way_and_policy_learner_and_transformers_agree
     found = ours.summary["eval/all"]
     assert [each["step"] for each in found] == [0, 2, 4, 6]
     for each in found:
-        assert each["low"] <= each["score"] <= each["high"]
-        assert each["pass_at_1"]["mean"] <= each["pass_at_4"]["mean"]
+        assert 0 < each["low"] <= each["score"] <= each["high"] < 1
+        assert 0 < each["pass_at_1"]["mean"] < each["pass_at_4"]["mean"] < 1
         assert each["oldest_version"] <= each["newest_version"] <= 6
     assert len({(each["score"], each["pass_at_4"]["mean"]) for each in found}) == 1, "the same weights and seeds"
     folder = ours.folder / "checkpoints"

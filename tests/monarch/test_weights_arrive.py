@@ -58,6 +58,47 @@ async def test_every_replica_serves_the_learners_weights_and_they_change_with_ea
         await assert_a_cut_ends_a_ticket(actors.handles[1])
 
 
+async def test_deltas_arrive_with_equal_fingerprints_and_a_damaged_one_is_replaced_by_a_whole_version(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    words = [f"model.path={tiny_model}", "learner.ranks=2", "optimizer.lr=0.001", "optimizer.warmup_steps=0",
+             "task.name=sum", "policy.dtype=bfloat16", "weights.delta=always", "weights.verify=full"]  # fmt: skip
+    config = compose(overrides=words)
+    async with await Placement.start(config.job, tmp_path) as placement:
+        actors = await start_actors(config, tiny_model, placement, tmp_path, lambda *_: None)
+        publisher = Publisher(actors.learner, NoReplay(), keep_versions=2)  # pyright: ignore[reportArgumentType]
+        lesson = demonstration_samples([PROBE[:5]] * 4, [PROBE[5:]] * 4)
+        learner, store, [replica] = actors.handles[0], actors.handles[-2], actors.replicas
+        publications, pulls = [], []
+        for step in range(5):
+            version = await actors.learner.snapshot()
+            publications.append(await publisher.publish(version))
+            if step == 3:
+                await damage(store, f"{version}/delta/1")
+            pulls.append(await publisher.pull(replica, version))  # which compares every parameter, or raises
+            assert (await replica.score(PROBE))[0] == pulls[-1].version == version
+            await learner.train.call(lesson)
+    whole = publications[0].num_bytes
+    assert publications[0].changed_fraction is None
+    assert all(0 < (publication.changed_fraction or 0) < 1 for publication in publications[1:])
+    assert all(publication.num_bytes < whole / 2 for publication in publications[1:])
+    assert [pull.num_bytes < whole / 2 for pull in pulls] == [False, True, True, False, True]
+    assert [bool(pull.damage) for pull in pulls] == [False, False, False, True, False]
+    assert "bucket 0 of a delta is damaged" in pulls[3].damage
+
+
+async def damage(store: ActorHandle, key: str) -> None:
+    """Flip a bit of what the store holds."""
+    from forge_async.backends.weight_stores import open_store
+
+    client = open_store(await store.handle.call_one())
+    async with client.reading([key]) as [value]:
+        damaged = value.clone()
+    damaged[-1] ^= 1
+    await client.put({key: damaged})
+    await client.close()
+
+
 async def assert_a_cut_ends_a_ticket(policy: ActorHandle) -> None:
     """The replica gives back what it has made by then; the ticket is closed."""
     ticket = await policy.submit.call_one([request("a", n=4, tokens=50)])

@@ -4,10 +4,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge_async.core.records import Samples
+from forge_async.core.records import Group, PromptId, Samples
 from forge_async.core.versions import NOT_SAMPLED, VersionRuns
+from forge_async.learner.batch import split_batch, split_samples
+from forge_async.learner.layout import Layout, lay_out, step_cost
 from forge_async.learner.packing import balanced_micro_batches, micro_batches, pack_rows, partition, sample_costs
-from forge_async.learner.rows import Layout, build_micro_batches
+from forge_async.learner.rows import build_micro_batches
 
 lengths = st.lists(st.integers(1, 40), max_size=40)
 
@@ -88,20 +90,71 @@ def test_balanced_micro_batches_hold_every_row_once_within_the_limit_costliest_f
         assert max(loads, default=0) - min(loads, default=0) <= max(costs, default=0) * (1 + 1e-9)
 
 
-@given(st.lists(some_samples(), min_size=1, max_size=4), st.integers(1, 30), st.integers(1, 80))
-def test_ranks_make_equally_many_micro_batches(of_ranks, row_tokens, micro_batch_tokens):
-    layout = Layout(row_tokens=row_tokens, micro_batch_tokens=micro_batch_tokens)
-    most = max(len(build_micro_batches(samples, layout)) for samples in of_ranks)
-    for samples in [*of_ranks, None]:
-        batches = build_micro_batches(samples, layout, lambda count: max(count, most))
-        assert len(batches) == most
-        assert sum(int(rows.mask.sum()) for rows in batches) == (samples.num_loss_tokens if samples else 0)
+layouts = st.builds(
+    Layout,
+    row_tokens=st.integers(1, 30),
+    micro_batch_tokens=st.integers(1, 80),
+    packed=st.booleans(),
+    attention_tokens=st.integers(1, 100),
+    mini_batches=st.integers(1, 3),
+)
 
 
-@given(some_samples(), st.integers(1, 30), st.integers(1, 80), st.booleans())
-def test_every_sample_can_be_read_back_from_the_rows(samples, row_tokens, micro_batch_tokens, packed):
-    layout, found = Layout(row_tokens=row_tokens, micro_batch_tokens=micro_batch_tokens, packed=packed), []
-    for rows in build_micro_batches(samples, layout):
+@given(lengths, layouts, st.integers(1, 6))
+def test_ranks_have_equally_many_micro_batches_within_the_limits_and_every_sample_once(lengths, layout, num_ranks):
+    ranks = lay_out(lengths, layout, num_ranks)
+    assert len(ranks) == num_ranks and len({len(batches) for batches in ranks}) == 1
+    assert sorted(i for batches in ranks for batch in batches for row in batch for i in row) == [*range(len(lengths))]
+    for batch in (batch for batches in ranks for batch in batches if batch):
+        widths = [sum(lengths[index] for index in row) for row in batch]
+        assert len(batch) == 1 or len(batch) * max(widths) <= layout.micro_batch_tokens
+        for row, width in zip(batch, widths, strict=True):
+            assert len(row) == 1 or (layout.packed and width <= max(layout.row_tokens, *lengths))
+    assert lay_out(lengths, layout, num_ranks) == ranks
+
+
+@given(lengths.filter(bool), layouts, st.integers(1, 6))
+def test_no_step_is_longer_than_when_ranks_share_samples_by_cost(lengths, layout, num_ranks):
+    shares = partition(sample_costs(lengths, layout.attention_tokens), num_ranks)
+    alone = [lay_out([lengths[i] for i in share], layout)[0] for share in shares]
+    slowest = max(sum(step_cost([[batch]], [lengths[i] for i in share], layout.attention_tokens) for batch in batches)
+                  for share, batches in zip(shares, alone, strict=True))  # fmt: skip
+    ranks = lay_out(lengths, layout, num_ranks)
+    if max(map(len, alone)) == 1:
+        assert step_cost(ranks, lengths, layout.attention_tokens) <= slowest * (1 + 1e-9)
+
+
+@given(st.lists(some_samples(), min_size=1, max_size=4), layouts, st.integers(1, 4), st.booleans())
+def test_mini_batches_divide_a_batch_by_groups(parts, layout, num_ranks, keep):
+    source = PromptId(source="s", epoch=0, index=0)
+    groups = [
+        Group(index=number, prompt_id=source, samples=part, rewards=np.zeros(len(part)))
+        for number, part in enumerate(parts)
+    ]
+    shares = split_batch(groups, num_ranks, keep_zero_advantage=keep, layout=layout)
+    owner_of: dict[int, int] = {}
+    tokens = 0
+    for number in range(layout.mini_batches):
+        own = [share.mini_batches[number] for share in shares]
+        assert len({part.counts for part in own}) == 1 and len({len(part.batches) for part in own}) == 1
+        rows = [
+            rows
+            for share, part in zip(shares, own, strict=True)
+            for rows in build_micro_batches(share.samples, part.batches)
+        ]
+        assert own[0].counts.num_loss_tokens == sum(int(each.mask.sum()) for each in rows)
+        tokens += own[0].counts.num_loss_tokens
+        for share, part in zip(shares, own, strict=True):
+            for index in (index for batch in part.batches for row in batch for index in row):
+                assert owner_of.setdefault(share.origins[index][0], number) == number, "no group is divided"
+    assert tokens == shares[0].num_loss_tokens
+    assert sum(part.counts.num_batch_samples for part in shares[0].mini_batches) == sum(map(len, parts))
+
+
+@given(some_samples(), layouts)
+def test_every_sample_can_be_read_back_from_the_rows(samples, layout):
+    found = []
+    for rows in _one_rank(samples, layout):
         for b in range(len(rows.token_ids)):
             found += _documents(rows, b)
     edges = samples.bounds()
@@ -109,12 +162,18 @@ def test_every_sample_can_be_read_back_from_the_rows(samples, row_tokens, micro_
     assert sorted(found) == sorted(wanted)
 
 
-@given(some_samples(), st.integers(1, 30), st.integers(1, 80))
-def test_every_token_of_the_loss_is_counted_once(samples, row_tokens, micro_batch_tokens):
-    batches = build_micro_batches(samples, Layout(row_tokens=row_tokens, micro_batch_tokens=micro_batch_tokens))
+@given(some_samples(), layouts)
+def test_every_token_of_the_loss_is_counted_once(samples, layout):
+    batches = _one_rank(samples, layout)
     assert sum(int(rows.mask.sum()) for rows in batches) == samples.num_loss_tokens
     assert all((rows.advantages[rows.mask == 0] == 0).all() for rows in batches)
     assert all((rows.behaviour_logprobs[rows.mask == 0] == 0).all() for rows in batches)
+
+
+def _one_rank(samples, layout):
+    """The rows of all mini-batches of a rank that has all samples."""
+    (share,) = split_samples(samples, 1, layout)
+    return [rows for part in share.mini_batches for rows in build_micro_batches(share.samples, part.batches)]
 
 
 def _sample(samples, start, stop):

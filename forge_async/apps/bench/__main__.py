@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from forge_async.apps.arguments import Parser, path
-from forge_async.apps.bench import adapters, overlap, packing, reshard, rules, start, swaps, trl, weights
+from forge_async.apps.bench import adapters, objectives, overlap, packing, reshard, rules, start, swaps, trl, weights
 from forge_async.apps.bench.output import Report, print_table, write_json
 from forge_async.apps.bench.plan import Plan
 from forge_async.apps.exit import DONE, guarded_main
@@ -17,6 +17,7 @@ from forge_async.observe.run_directory import default_path
 BENCHES: dict[str, Callable[[Plan], Report]] = {
     "adapters": adapters.measure,
     "start": start.measure,
+    "objectives": objectives.measure,
     "overlap": overlap.measure,
     "packing": packing.measure,
     "reshard": reshard.measure,
@@ -29,6 +30,7 @@ BENCHES: dict[str, Callable[[Plan], Report]] = {
 ROUNDS_AND_STEPS = {
     "adapters": (8, 1),
     "start": (3, 1),
+    "objectives": (2, 100),
     "overlap": (2, 40),
     "packing": (5, 1),
     "reshard": (9, 1),
@@ -38,6 +40,8 @@ ROUNDS_AND_STEPS = {
     "weights": (5, 1),
 }
 """Runs of each case, and learner steps of a run, when the user says nothing."""
+ONLY = {"overlap": ("real", "simulated"), "objectives": objectives.PARTS}
+"""The parts that `--only` chooses from."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,19 +69,26 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=path, help="file to write; without it bench.json in the folder of the runs")
     parser.add_argument("--folder", type=path, help="new folder for the runs; without it runs/bench-NAME-<time>")
     parser.add_argument("--rounds", type=int, default=0, help="runs of each case; medians are taken over them")
-    parser.add_argument("--steps", type=int, default=0, help="learner steps of a run (overlap, swaps, trl)")
+    parser.add_argument("--steps", type=int, default=0, help="learner steps of a run (objectives, overlap, swaps, trl)")
     parser.add_argument("--skip-cold", action="store_true", help="start: leave the cold start out")
     parser.add_argument("--threads", type=int, action="append", default=[], help="trl: threads of TRL; repeatable")
     parser.add_argument("--trace", type=path, help="rules: a run's events.jsonl to play instead of the seeded trace")
-    parser.add_argument("--only", default="", choices=("real", "simulated"), help="overlap: leave the other rows out")
+    parser.add_argument("--only", default="", help="overlap, objectives: the one part to measure")
+    parser.add_argument("--pairs", type=int, default=10, help="objectives: paired seeds of S=2 and S=8 against S=0")
+    parser.add_argument("--out", type=path, help="objectives: file of finished runs, to go on where it stopped")
+    parser.add_argument("--jobs", type=int, default=0, help="objectives: runs at the same time; one for each core")
     parser.add_argument("--bytes", type=float, default=0.0, help="weights: bytes of the model, such as 1e9")
     parser.add_argument(
         "--tensors", type=int, action="append", default=[], help="weights, reshard: tensors in it; repeatable"
     )
     options = parser.parse_intermixed_args(argv)
+    known = ONLY.get(options.name, ())
+    if options.only and options.only not in known:
+        there = f"there are {', '.join(known)}" if known else f"{options.name} has no parts; leave it out"
+        raise ConfigError(f"--only {options.only} is no part of {options.name}: {there}.")
     counts = (*options.threads, *options.tensors)
-    if min(options.rounds, options.steps, options.bytes, *counts, 0) < 0 or 0 in counts:
-        raise ConfigError("--rounds, --steps, --threads, --bytes and --tensors must be at least 1.")
+    if min(options.rounds, options.steps, options.bytes, options.pairs, options.jobs, *counts, 0) < 0 or 0 in counts:
+        raise ConfigError("--rounds, --steps, --pairs, --jobs, --threads, --bytes and --tensors must be at least 1.")
     return options
 
 
@@ -99,6 +110,9 @@ def plan_of(options: argparse.Namespace) -> Plan:
         trace=options.trace,
         num_bytes=options.bytes,
         tensors=options.tensors,
+        pairs=options.pairs,
+        out=options.out,
+        jobs=options.jobs,
     )
     folder.mkdir(parents=True)
     return plan

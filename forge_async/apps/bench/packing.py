@@ -22,8 +22,8 @@ from forge_async.apps.bench.plan import Plan, in_another_process
 from forge_async.core.records import Samples
 from forge_async.core.versions import NOT_SAMPLED, VersionRuns
 from forge_async.learner.batch import split_samples
-from forge_async.learner.packing import partition, sample_costs
-from forge_async.learner.rows import Layout, lay_out
+from forge_async.learner.layout import Layout, lay_out
+from forge_async.learner.packing import sample_costs
 from forge_async.learner.settings import LearnerSettings, ObjectiveSettings, OptimizerSettings
 
 NUM_SAMPLES, MEDIAN_TOKENS, SPREAD, LONGEST_TOKENS = 512, 24, 1.0, 256
@@ -77,10 +77,9 @@ def samples_of(lengths: np.ndarray, seed: int) -> Samples:
 
 def balance_row(ranks: int, seed: int, rounds: int) -> dict[str, Any]:
     """What ranks wait for each other as a share of the work: the median and the worst of as many batches as rounds."""
-    found = []
-    for number in range(rounds):
-        lengths = long_tailed(256 * ranks, 2048, 32_768, seed + number).tolist()
-        found.append(imbalance(lengths, partition(sample_costs(lengths, LONG.attention_tokens), ranks)))
+    found = [
+        imbalance(long_tailed(256 * ranks, 2048, 32_768, seed + number).tolist(), ranks) for number in range(rounds)
+    ]
     return {
         "case": f"balance/ranks={ranks}",
         "imbalance_fraction": median(found),
@@ -88,17 +87,12 @@ def balance_row(ranks: int, seed: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def imbalance(lengths: Sequence[int], shares: Sequence[Sequence[int]]) -> float:
+def imbalance(lengths: Sequence[int], num_ranks: int) -> float:
     """Time of a step in which each micro-batch lasts as long as on its slowest rank, over that of even work, less 1."""
-    of_ranks = [[lengths[index] for index in share] for share in shares]
-    most = max(len(lay_out(mine, LONG)) for mine in of_ranks)
-    step, work = np.zeros(most), 0.0
-    for mine in of_ranks:
-        costs = sample_costs(mine, LONG.attention_tokens)
-        batches = lay_out(mine, LONG, lambda count: max(count, most))
-        loads = np.array([sum(costs[index] for row in batch for index in row) for batch in batches])
-        step, work = np.maximum(step, loads), work + loads.sum()
-    return float(step.sum() / (work / len(shares)) - 1)
+    costs = sample_costs(lengths, LONG.attention_tokens)
+    ranks = lay_out(lengths, LONG, num_ranks)
+    loads = np.array([[sum(costs[index] for row in batch for index in row) for batch in mine] for mine in ranks])
+    return float(loads.max(0).sum() / (loads.sum() / num_ranks) - 1)
 
 
 def _train_in_turn(folder: Path, rounds: int, seed: int) -> list[dict[str, Any]]:
@@ -109,7 +103,7 @@ def _train_in_turn(folder: Path, rounds: int, seed: int) -> list[dict[str, Any]]
         samples = samples_of(long_tailed(NUM_SAMPLES, MEDIAN_TOKENS, LONGEST_TOKENS, seed + number), seed)
         for case, learner in learners.items():
             cpu_s = time.process_time()
-            result = learner.train(split_samples(samples, 1)[0])
+            result = learner.train(split_samples(samples, 1, Layout.of(_settings(CASES[case])))[0])
             timed[case].append((samples.num_tokens / result.compute_s, time.process_time() - cpu_s))
             useful[case] = samples.num_tokens / result.num_row_tokens
     return [
@@ -132,12 +126,15 @@ def _learner(folder: Path, packed: bool, seed: int) -> Any:
     from forge_async.backends.titan_learner import TitanLearner
     from forge_async.learner.loss import objective_loss
 
-    settings = LearnerSettings(row_tokens=LONGEST_TOKENS, micro_batch_tokens=2048, packed=packed)
     return TitanLearner(
         folder,
         loss=objective_loss(ObjectiveSettings(), "token_is"),
-        learner=settings,
+        learner=_settings(packed),
         optimizer=OptimizerSettings(),
         total_steps=100,
         seed=seed,
     )
+
+
+def _settings(packed: bool) -> LearnerSettings:
+    return LearnerSettings(row_tokens=LONGEST_TOKENS, micro_batch_tokens=2048, packed=packed)

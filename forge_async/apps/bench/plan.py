@@ -36,7 +36,15 @@ class Plan:
     trace: Path | None = None
     """`rules`: an events.jsonl to play instead of the seeded trace."""
     only: str = ""
-    """`overlap`: "real" or "simulated" to leave the other out."""
+    """`overlap`, `objectives`: the one part to measure; "": all."""
+    own_words: tuple[str, ...] = ()
+    """What the user said of the configuration."""
+    pairs: int = 0
+    """`objectives`: paired seeds of asynchronous and synchronous runs."""
+    out: Path | None = None
+    """`objectives`: file of finished runs to go on with; None: a new one in the folder."""
+    jobs: int = 0
+    """`objectives`: engines at work at the same time; 0: one for each core."""
     num_bytes: float = 0.0
     """Size of the model of `weights`; 0: the bench's own."""
     tensors: tuple[int, ...] = ()
@@ -57,14 +65,13 @@ class Plan:
         trace: Path | None = None,
         num_bytes: float = 0.0,
         tensors: Sequence[int] = (),
+        pairs: int = 0,
+        out: Path | None = None,
+        jobs: int = 0,
     ) -> Plan:
         """Check the configuration and put the words of every run in order. Raises ConfigError."""
-        words = (
-            *(word for name in configs for word in ("--config", name)),
-            "eval.num_prompts=0",
-            "checkpoint.every_steps=0",
-            *overrides,
-        )
+        files = tuple(word for name in configs for word in ("--config", name))
+        words = (*files, "eval.num_prompts=0", "checkpoint.every_steps=0", *overrides)
         return cls(
             words=words,
             config=load(words)[0],
@@ -77,11 +84,18 @@ class Plan:
             trace=trace,
             num_bytes=num_bytes,
             tensors=tuple(tensors),
+            own_words=(*files, *overrides),
+            pairs=pairs,
+            out=out,
+            jobs=jobs,
         )
 
-    def model_folder(self) -> Path:
-        """The model of every run; the tiny warm start is made here when it is not in the cache, outside all timing."""
-        return in_another_process(_model_folder, self.config)
+    def model_folder(self, config: Config | None = None) -> Path:
+        """The model of every run; the tiny warm start is made here when it is not in the cache, outside all timing.
+
+        `config`: what the runs have in common, where a bench adds to the user's words.
+        """
+        return in_another_process(_model_folder, config or self.config)
 
 
 def _model_folder(config: Config) -> Path:

@@ -15,6 +15,7 @@ from forge_async.learner.ports import StepResult
 from forge_async.pipeline.ports import LearnerStep
 from forge_async.replay.ages import check_age
 from forge_async.replay.waiting import WaitingReplay
+from forge_async.weights.retention import Committed
 
 NUM_BYTES = 4
 """Of a version: one parameter of one element."""
@@ -80,9 +81,12 @@ class SimulatedLearner:
         self._snapshots.remove(version)
         await self._clock.sleep(self._times.publish_s)
 
-    async def commit(self, version: PolicyVersion) -> int:
+    async def restage(self, version: PolicyVersion) -> None:
+        raise LearnerError(f"A simulated learner publishes every version whole, {version} too.")
+
+    async def commit(self, version: PolicyVersion) -> Committed:
         self._readable.add(version)
-        return NUM_BYTES
+        return Committed(num_bytes=NUM_BYTES)
 
     async def retire(self, version: PolicyVersion) -> None:
         self._readable.remove(version)

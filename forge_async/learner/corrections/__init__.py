@@ -42,6 +42,8 @@ _FUNCTIONS: tuple[Correction, ...] = (
 )
 BY_NAME: Mapping[str, Correction] = {function.__name__: function for function in _FUNCTIONS}
 """`async.correction` to its function."""
+WITHOUT_START = frozenset({"token_is", "aipo", "decoupled_approx"})
+"""Those that do not look at the policy of the step's start."""
 
 
 def correction(name: str, settings: CorrectionSettings) -> Callable[[LossInputs], LossInputs]:

@@ -27,8 +27,8 @@ def decoupled_approx(inputs: LossInputs, settings: CorrectionSettings) -> LossIn
     """As `decoupled`, with a proximal policy one update behind the current one, interpolated by age.
 
     log prox = log mu + a / (a + 1) * (log pi - log mu) with a the token's age in updates: the version before this one
-    lies a of the a + 1 updates from the sampler to what this one makes (AReaL documentation, proximal approximation,
-    log-linear). A token of the newest version has prox = mu.
+    lies a of the a + 1 updates from the sampler to what this one makes (Li, Wu and Shen 2025, A-3PO; AReaL
+    documentation, proximal approximation, log-linear). A token of the newest version has prox = mu.
     """
     age = inputs.ages.to(inputs.logprobs.dtype)
     way = age / (age + 1)

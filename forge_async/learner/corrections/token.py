@@ -21,7 +21,7 @@ def token_masked(inputs: LossInputs, settings: CorrectionSettings) -> LossInputs
 
 
 def icepop(inputs: LossInputs, settings: CorrectionSettings) -> LossInputs:
-    """Weight rho where low <= rho <= high, else 0: IcePop (Ling team 2025, "Small leak can
+    """Weight rho where low <= rho <= high, else 0: IcePop (Ling team of Ant Group 2025, "Small leak can
     sink a great ship")."""
     rho = bounded_exp(log_ratio(inputs))
     return weighted(inputs, rho * ((rho >= settings.low) & (rho <= settings.high)))

@@ -8,7 +8,7 @@ from forge_async.learner.settings import ObjectiveSettings
 
 
 def reinforce_pp(inputs: LossInputs, settings: ObjectiveSettings) -> TokenLoss:
-    """REINFORCE++ (Hu et al. 2025, "A simple and efficient approach for aligning large language models").
+    """REINFORCE++ (Hu et al. 2025, "Stabilizing critic-free policy optimization with global advantage normalization").
 
     PPO's surrogate without a critic. Set with the name: no baseline of the group (`advantage.baseline=none`) and
     advantages normalised over the tokens of the whole batch (`objective.normalise_advantages=true`). The penalty of the

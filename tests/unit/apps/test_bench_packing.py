@@ -15,9 +15,10 @@ def test_lengths_are_long_tailed_within_their_bounds():
 
 
 def test_imbalance_is_what_ranks_wait_for_each_other():
-    assert imbalance([4096, 4096], [[0], [1]]) == 0
-    assert imbalance([4096, 4096, 4096], [[0, 1], [2]]) == pytest.approx(1 / 3), "two of three parts are waited for"
+    assert imbalance([4096, 4096], 2) == 0
+    assert imbalance([4096, 4096, 4096], 2) == pytest.approx(1 / 3), "two of three parts are waited for"
 
 
 def test_many_long_samples_are_shared_evenly():
-    assert balance_row(2, seed=0, rounds=3)["imbalance_worst_fraction"] < 0.05
+    for ranks in (2, 8):
+        assert balance_row(ranks, seed=0, rounds=5)["imbalance_fraction"] < 0.03

@@ -30,6 +30,16 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
     (c.objective_is_known, {"objective.name": "drgrpo"}, ["objective.name=drgrpo", "did you mean", "dr_grpo"]),
     (c.objective_is_known, {"objective.name": "best"}, ["objective.name=best is no objective", "grpo, dr_grpo"]),
     (c.loss_has_a_term, {"objective.weight": 0.0}, ["objective.weight=0", "objective.teacher"]),
+    (
+        c.updates_go_round,
+        {"learner.mini_batches": 3, "learner.updates_per_batch": 4},
+        ["learner.updates_per_batch=4", "learner.mini_batches=3", "learner.updates_per_batch=6"],
+    ),
+    (
+        c.updates_go_round,
+        {"learner.mini_batches": 4, "learner.updates_per_batch": 4, "groups_per_step": 2},
+        ["learner.mini_batches=4", "groups_per_step=2"],
+    ),
     (c.divergence_teaches, {"objective.kl_weight": 0.1, "objective.kl_kind": "k1"}, ["kl_kind=k1", "k3_is"]),
     (
         c.divergence_teaches,

@@ -9,6 +9,8 @@ import torch
 
 from forge_async.learner.counts import Counts
 from forge_async.learner.inputs import LossInputs
+from forge_async.learner.layout import Layout, lay_out
+from forge_async.learner.rows import build_micro_batches
 
 
 def one_row(ratios, advantages, *, mask=None, segments=None, ages=None, behaviour=0.5, **optional):
@@ -29,6 +31,12 @@ def one_row(ratios, advantages, *, mask=None, segments=None, ages=None, behaviou
         ages=torch.tensor([ages or [0] * count]),
         **{name: torch.tensor([value], dtype=torch.float64) for name, value in optional.items()},
     )
+
+
+def laid_out(samples, **layout):
+    """The micro-batches of one rank that has these samples; `layout`: fields of Layout."""
+    lengths = [] if samples is None else samples.lengths.tolist()
+    return build_micro_batches(samples, lay_out(lengths, Layout(**layout))[0])
 
 
 def counts_of(inputs, num_batch_samples=None):

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from forge_async.learner.kept_terms import kept_terms
-from forge_async.learner.rows import Layout, build_micro_batches
 from tests.strategies import make_samples, with_sets
+from tests.unit.learner.micro import laid_out
 
 VOCAB = 9
 TARGETS = torch.tensor([[4, 7, 2, 0]])
@@ -74,12 +74,12 @@ def test_half_precision_is_taken_to_full_before_anything_is_worked_out():
 
 def test_rows_carry_the_set_of_the_token_that_follows():
     samples = with_sets([[1, 1], [1]], width=2)
-    (rows,) = build_micro_batches(samples, Layout(row_tokens=6, micro_batch_tokens=100))
+    (rows,) = laid_out(samples, row_tokens=6, micro_batch_tokens=100)
     assert rows.kept_set.shape == (1, 5, 2) and rows.kept_set.dtype == np.int64
     assert rows.kept_set[0].tolist() == [[10, 11], [20, 21], [-1, -1], [40, 41], [-1, -1]]
     assert (rows.kept_set[..., 0] >= 0).tolist() == (rows.mask > 0).tolist()
 
 
 def test_rows_of_samples_without_sets_have_none():
-    (rows,) = build_micro_batches(make_samples([[1, 1]]), Layout(row_tokens=6, micro_batch_tokens=100))
+    (rows,) = laid_out(make_samples([[1, 1]]), row_tokens=6, micro_batch_tokens=100)
     assert rows.kept_set is None

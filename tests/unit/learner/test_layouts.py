@@ -14,8 +14,9 @@ from forge_async.core.records import Group, PromptId, Samples
 from forge_async.core.versions import NOT_SAMPLED, VersionRuns
 from forge_async.learner.batch import split_batch
 from forge_async.learner.inputs import LossInputs
+from forge_async.learner.layout import Layout
 from forge_async.learner.loss import objective_loss
-from forge_async.learner.rows import Layout, build_micro_batches, empty_rows
+from forge_async.learner.rows import build_micro_batches
 from forge_async.learner.settings import OBJECTIVES, ObjectiveSettings
 from forge_async.replay.settings import CORRECTIONS
 
@@ -61,8 +62,8 @@ def step(settings, correction, layout):
     table = (0.3 * torch.randn(VOCAB, VOCAB, generator=generator)).requires_grad_()
     reference = 0.3 * torch.randn(VOCAB, VOCAB, generator=generator)
     loss, total, sums = objective_loss(settings, correction), 0.0, {}
-    for share in split_batch(batch(), num_ranks, keep_zero_advantage=True):
-        for rows in build_micro_batches(share.samples, layout_of) or [empty_rows()]:
+    for share in split_batch(batch(), num_ranks, keep_zero_advantage=True, layout=layout_of):
+        for rows in build_micro_batches(share.samples, share.mini_batches[0].batches):
             terms = loss(inputs_of(rows, table, reference), share.counts)
             terms.loss.backward()
             total += float(terms.loss.detach())
@@ -134,8 +135,9 @@ def test_a_divergence_in_the_reward_and_advantages_normalised_over_the_batch(kin
 
 def test_a_layout_does_change_a_loss_whose_denominator_is_local():
     """The check above can fail: divided by the tokens of each micro-batch, the loss depends on how many there are."""
-    (share,) = split_batch(batch(), 1, keep_zero_advantage=True)
-    rows = build_micro_batches(share.samples, Layout(row_tokens=16, micro_batch_tokens=32))
+    layout = Layout(row_tokens=16, micro_batch_tokens=32)
+    (share,) = split_batch(batch(), 1, keep_zero_advantage=True, layout=layout)
+    rows = build_micro_batches(share.samples, share.mini_batches[0].batches)
     counts = share.counts
     table = torch.zeros(VOCAB, VOCAB)
     loss = objective_loss(ObjectiveSettings(), "token_is")

@@ -3,14 +3,15 @@ import dataclasses
 import numpy as np
 
 from forge_async.core.versions import NOT_SAMPLED
-from forge_async.learner.rows import COLUMNS, Layout, build_micro_batches, empty_rows, sequence_rows
+from forge_async.learner.rows import COLUMNS, empty_rows, sequence_rows
 from tests.strategies import make_samples
+from tests.unit.learner.micro import laid_out
 
 
 def test_two_samples_share_a_row_and_padding_is_a_document_of_its_own():
     samples = make_samples([[1, 1], [1], [1] * 5])
     samples = dataclasses.replace(samples, token_ids=samples.token_ids + 10)
-    (rows,) = build_micro_batches(samples, Layout(row_tokens=6, micro_batch_tokens=100))
+    (rows,) = laid_out(samples, row_tokens=6, micro_batch_tokens=100)
     assert rows.token_ids.tolist() == [[10, 11, 12, 13, 14, 0], [15, 16, 17, 18, 19, 20]]
     assert rows.positions.tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]
     assert rows.targets.tolist() == [[11, 12, 0, 14, 0, 0], [16, 17, 18, 19, 20, 0]]
@@ -18,18 +19,18 @@ def test_two_samples_share_a_row_and_padding_is_a_document_of_its_own():
 
 
 def test_a_row_is_never_wider_than_all_samples_together():
-    (rows,) = build_micro_batches(make_samples([[1], [1]]), Layout(row_tokens=256, micro_batch_tokens=8192))
+    (rows,) = laid_out(make_samples([[1], [1]]), row_tokens=256, micro_batch_tokens=8192)
     assert rows.token_ids.shape == (1, 4)
 
 
 def test_a_row_grows_to_the_longest_sample():
-    batches = build_micro_batches(make_samples([[1] * 20, [1]]), Layout(row_tokens=8, micro_batch_tokens=8))
+    batches = laid_out(make_samples([[1] * 20, [1]]), row_tokens=8, micro_batch_tokens=8)
     assert [rows.token_ids.shape for rows in batches] == [(1, 21), (1, 2)]
 
 
 def test_nothing_to_train_makes_no_rows():
-    assert build_micro_batches(None, Layout(row_tokens=8, micro_batch_tokens=8)) == []
-    assert build_micro_batches(make_samples([[1]]).select([]), Layout(row_tokens=8, micro_batch_tokens=8)) == []
+    assert laid_out(None, row_tokens=8, micro_batch_tokens=8) == []
+    assert laid_out(make_samples([[1]]).select([]), row_tokens=8, micro_batch_tokens=8) == []
 
 
 def test_empty_rows_train_nothing():
@@ -39,7 +40,7 @@ def test_empty_rows_train_nothing():
 
 
 def test_each_token_knows_its_sample_and_the_version_of_what_follows_it():
-    (rows,) = build_micro_batches(make_samples([[7, 8], [9], [3] * 5]), Layout(row_tokens=6, micro_batch_tokens=100))
+    (rows,) = laid_out(make_samples([[7, 8], [9], [3] * 5]), row_tokens=6, micro_batch_tokens=100)
     none = NOT_SAMPLED
     assert rows.segments.tolist() == [[0, 0, 0, 1, 1, 3], [2] * 6]
     assert rows.steps.tolist() == [[7, 8, none, 9, none, none], [3, 3, 3, 3, 3, none]]
@@ -47,7 +48,7 @@ def test_each_token_knows_its_sample_and_the_version_of_what_follows_it():
 
 
 def test_a_later_micro_batch_numbers_its_own_samples():
-    first, second = build_micro_batches(make_samples([[1] * 20, [1]]), Layout(row_tokens=8, micro_batch_tokens=8))
+    first, second = laid_out(make_samples([[1] * 20, [1]]), row_tokens=8, micro_batch_tokens=8)
     assert (first.sample_indices, second.sample_indices) == ((0,), (1,))
     assert second.segments.max() == 0
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from forge_async.core.errors import ForgeError, RewardError, unwrap
+from forge_async.core.errors import ForgeError, PolicyError, RewardError, unwrap
 from forge_async.core.versions import PolicyVersion
 from forge_async.observe.group_events import EventsLog
 from forge_async.observe.progress import Progress
@@ -91,6 +91,29 @@ async def test_samples_give_pass_at_k_beside_the_greedy_answers():
     assert found.pass_at[0].estimate == bootstrap([1 / 4, 0, 2 / 4], 0)
     assert found.pass_at[1].estimate == bootstrap([1 / 2, 0, 5 / 6], 0)
     assert (found.num_samples, found.sampled) == (4, bootstrap([1 / 4, 0, 2.5 / 4], 0)), "0.5 is not solved"
+
+
+async def test_samples_are_drawn_as_in_training_but_no_kept_sets_are_asked_for():
+    asked = []
+
+    class Policy:
+        async def submit(self, requests):
+            asked.extend(requests)
+            raise PolicyError("that was all")
+
+    evaluator = Evaluator(
+        renderer=FakeRenderer(),
+        scorer=FakeRewards(),
+        sampling=Sampling(max_new_tokens=5, temperature=0.7, top_p=0.9, top_k=4),
+        settings=EvalSettings(samples=3),
+        seed=0,
+    )
+    with pytest.raises(PolicyError, match="that was all"):
+        await evaluator.evaluate(FakeSource().held_out(2), Policy(), "eval")
+    sampled = [request.sampling for request in asked if request.num_samples == 3]
+    assert len(sampled) == 2
+    assert all((each.temperature, each.top_p, each.top_k) == (0.7, 0.9, 4) for each in sampled)
+    assert not any(request.sampling.records_kept_sets for request in asked)
 
 
 @pytest.mark.parametrize(("samples", "k", "ks"), [(1, [], ()), (8, [], (1, 8)), (8, [4, 2, 4], (2, 4))])

@@ -24,8 +24,8 @@ class FakePolicy:
     A text that ends with "..." is never finished: it is there when the request is cut.
     """
 
-    def __init__(self, answers, batches=None, refuses=()):
-        self.answers, self.requests, self.refuses = answers, [], refuses
+    def __init__(self, answers, batches=None, refuses=(), kept_set=None):
+        self.answers, self.requests, self.refuses, self.kept_set = answers, [], refuses, kept_set
         wanted = [at for at, texts in enumerate(answers) if at not in refuses and not self._endless(texts)]
         self.batches = list(batches or ([wanted] if wanted else []))
 
@@ -71,6 +71,7 @@ class FakePolicy:
                 versions=VersionRuns.uniform(len(flat), PolicyVersion(step=6)),
                 truncated=np.zeros(len(tokens), dtype=bool),
                 cut=np.array(cut),
+                kept_set=self.kept_set,
             ),
         )
 
@@ -248,3 +249,13 @@ async def test_a_group_with_a_sample_that_the_learner_does_not_take_is_refused_o
     assert made.group.samples.lengths.tolist() == [num_prompt + 2, num_prompt + (7 if reason else 3), num_prompt + 3]
     assert made.group.rewards.tolist() == [1, 6, 2]
     assert a_maker.take_stats().num_oversize == 1
+
+
+async def test_tokens_whose_kept_set_is_unknown_are_counted_and_not_trained_on():
+    kept_set = np.array([[9, 7], [-1, -1], [9, -1], [2, -1], [-1, -1], [2, 9]], dtype=np.int32)
+    a_maker = maker()
+    ((made,),) = await make(a_maker, [3], FakePolicy([["a", "b", "c"]], kept_set=kept_set))
+    assert made.group.samples.num_loss_tokens == 4
+    assert a_maker.take_stats().num_unknown_tokens == 2
+    await make(a_maker, [4], FakePolicy([["a", "b", "c"]]))
+    assert a_maker.take_stats().num_unknown_tokens == 0

@@ -1,11 +1,12 @@
 import asyncio
+import dataclasses
 
 import pytest
 
-from forge_async.core.errors import PolicyError
+from forge_async.core.errors import DeltaError, PolicyError
 from forge_async.core.versions import PolicyVersion
 from forge_async.pipeline.publish import Publisher
-from tests.fakes import FakeLearnerMesh, FakeReplay, FakeReplica
+from tests.fakes import FakeLearnerMesh, FakeReplay, FakeReplica, make_pull
 
 
 def parts(keep=1):
@@ -75,3 +76,41 @@ async def test_who_waits_for_a_newer_version_gets_the_newest():
     await publish_next(learner, publisher)
     assert [(await task).step for task in waiting] == [0, 1, 2]
     assert (await publisher.newer_than(PolicyVersion())).step == 2
+
+
+async def test_what_a_delta_is_built_on_stays_and_its_share_of_changes_is_told():
+    _, learner, publisher = parts()
+    learner.deltas = True
+    told = [await publish_next(learner, publisher) for _ in range(3)]
+    assert [publication.changed_fraction for publication in told] == [None, 0.25, 0.25]
+    assert [publication.num_bytes for publication in told] == [8, 2, 2]
+    assert [version.step for version in learner.store] == [0, 2], "the second delta needs the whole version too"
+
+
+class ReplicaWithoutDeltas(FakeReplica):
+    """Its first pull of each version of `broken` finds a damaged delta."""
+
+    def __init__(self, name, learner, broken):
+        super().__init__(name, learner)
+        self.broken, self.pulls = broken, []
+
+    async def pull(self, version):
+        self.pulls.append(version.step)
+        if version.step in self.broken and version not in self._learner.restaged:
+            raise DeltaError(f"{version} cannot be rebuilt.")
+        return await super().pull(version)
+
+
+async def test_a_damaged_delta_is_replaced_by_the_newest_version_published_whole_once_for_all_replicas():
+    _, learner, publisher = parts(keep=4)
+    learner.deltas = True
+    for _ in range(3):
+        await publish_next(learner, publisher)
+    replicas = [ReplicaWithoutDeltas(f"policy_{number}", learner, broken=(1, 2)) for number in range(2)]
+    pulls = await asyncio.gather(*(publisher.pull(replica, PolicyVersion(step=1)) for replica in replicas))
+    assert [pull.version.step for pull in pulls] == [2, 2]
+    assert all("policy@0.1 cannot be rebuilt" in pull.damage for pull in pulls)
+    assert learner.restaged == [PolicyVersion(step=2)]
+    assert [replica.pulls for replica in replicas] == [[1, 2], [1, 2]]
+    again = await publisher.pull(replicas[0], PolicyVersion(step=2))
+    assert again == dataclasses.replace(make_pull(PolicyVersion(step=2)), damage="")

@@ -166,6 +166,23 @@ async def test_the_weights_way_stands_in_the_row_that_follows(tmp_path):
     assert (second["weights/pull_s"], second["weights/pause_s"]) == (pytest.approx(0.2), 0.1)
 
 
+async def test_the_share_of_changes_and_deltas_that_were_given_up_stand_in_the_row(tmp_path):
+    records = Records(tmp_path, num_replicas=1, mode="lines")
+    version = PolicyVersion(step=1)
+    publication = Publication(version=version, started_s=1.0, duration_s=0.3, num_bytes=2, changed_fraction=0.25)
+    records.recorder.published(publication)
+    damaged = dataclasses.replace(make_pull(version), damage="bucket 3 of a delta is damaged")
+    records.recorder.pulled("policy_0", damaged)
+    records.step(0, 0)
+    await records.recorder._write_waiting()
+    records.recorder.published(dataclasses.replace(publication, changed_fraction=None))
+    records.step(1, 1)
+    await records.recorder.finish("the run ended")
+    assert [row.get("weights/changed_fraction") for row in records.rows] == [0.25, None]
+    assert [row["weights/damaged_deltas"] for row in records.rows] == [1, 0]
+    assert "policy_0 pulled policy@0.1 whole: bucket 3 of a delta is damaged" in records.terminal.getvalue()
+
+
 @pytest.mark.parametrize(("mode", "lines"), [("lines", 2), ("off", 0)])
 async def test_the_transport_and_its_rate_are_printed_once_for_each_replica(tmp_path, mode, lines):
     records = Records(tmp_path, num_replicas=2, mode=mode)

@@ -177,7 +177,7 @@ async def test_a_failed_publication_is_the_cause():
         committed.append(manifest)
         if len(committed) == 3:
             raise PolicyError("the store is gone")
-        await commit(manifest)
+        return await commit(manifest)
 
     world = World(max_staleness=2)
     world.learner.commit, commit = fail_later, world.learner.commit

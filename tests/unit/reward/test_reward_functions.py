@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from forge_async.core.errors import ConfigError
-from forge_async.reward.functions import absolute_reference, load_function
+from forge_async.core.user_code import absolute_reference
+from forge_async.reward.functions import load_function
 
 
 def write(folder, text, name="my_reward.py"):

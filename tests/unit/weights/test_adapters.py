@@ -1,4 +1,4 @@
-"""Adapters as they travel: names, the product with the weights below, PEFT's folder; versions that build on others."""
+"""Adapters as they travel: names, the product with the weights below, PEFT's folder."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from safetensors.torch import save_file
 
 from forge_async.backends.folder_engine import weights_of
 from forge_async.core.errors import ConfigError, WeightsError
-from forge_async.core.versions import PolicyVersion
 from forge_async.weights.adapters import base_folder, is_adapter, layer_of, merge_all, merged, pairs, read_peft
-from forge_async.weights.bases import Bases
 
 LAYER = "model.layers.0.self_attn.q_proj"
 
@@ -107,26 +105,3 @@ def test_a_missing_base_is_named(tmp_path):
     folder = peft_folder(tmp_path, base_model_name_or_path="somewhere/else")
     with pytest.raises(ConfigError, match=r"for the model somewhere/else, which is no folder.*base_model_name_or_path"):
         base_folder(folder)
-
-
-def version(step):
-    return PolicyVersion(step=step)
-
-
-def test_a_base_goes_with_the_last_version_that_builds_on_it():
-    bases = Bases()
-    for step, base in ((0, None), (1, version(0)), (2, version(0))):
-        bases.published(version(step), base)
-    assert bases.retire(version(0)) == []
-    assert bases.retire(version(0)) == []
-    assert bases.retire(version(1)) == [version(1)]
-    assert bases.knows(version(0))
-    assert bases.retire(version(2)) == [version(2), version(0)]
-    assert not bases.knows(version(0))
-
-
-def test_versions_on_which_nothing_builds_go_at_once_known_or_not():
-    bases = Bases()
-    bases.published(version(3), None)
-    assert bases.retire(version(3)) == [version(3)]
-    assert bases.retire(version(7)) == [version(7)]

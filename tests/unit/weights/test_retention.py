@@ -37,6 +37,29 @@ def test_nothing_published_is_nothing_to_serve_or_delete():
     assert retention.take_deletable() == []
 
 
+def test_what_a_kept_or_leased_version_is_built_on_stays_with_it():
+    retention = Retention(1)
+    retention.published(version(0))
+    retention.published(version(1), frozenset({version(0)}))
+    retention.published(version(2), frozenset({version(0), version(1)}))
+    assert retention.take_deletable() == []
+    retention.lease(version(1))
+    retention.published(version(3))
+    assert retention.take_deletable() == [version(2)]
+    retention.release(version(1))
+    assert retention.take_deletable() == [version(1), version(0)], "what builds on another goes before it"
+
+
+def test_a_version_that_is_published_again_whole_needs_nothing_any_more():
+    retention = Retention(1)
+    retention.published(version(0))
+    retention.published(version(1), frozenset({version(0)}))
+    assert not retention.is_whole(version(1))
+    retention.published(version(1))
+    assert retention.is_whole(version(1))
+    assert retention.take_deletable() == [version(0)]
+
+
 actions = st.lists(st.tuples(st.sampled_from(("publish", "lease", "release", "take")), st.integers(0, 9)), max_size=60)
 
 
@@ -55,6 +78,6 @@ def test_readers_and_the_newest_are_never_robbed_and_nothing_is_deleted_twice(ac
             retention.release(version(leases.pop(choice % len(leases))))
         elif action == "take":
             taken = [old.step for old in retention.take_deletable()]
-            assert taken == [step for step in live[:-keep] if step not in leases]
+            assert taken == [step for step in reversed(live[:-keep]) if step not in leases]
             deleted += taken
     assert len(set(deleted)) == len(deleted)

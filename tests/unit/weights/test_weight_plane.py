@@ -161,12 +161,13 @@ async def test_a_version_of_adapters_names_what_it_builds_on_which_stays_readabl
     for version in (first, second):
         manifest, _ = await read(WeightPlane(plane.store), version)
         assert (manifest.kind, manifest.base, manifest.names()) == ("adapter", str(base), ("w.lora_A.weight",))
+        assert manifest.needs == {base}
     assert (await read(plane, base))[0].kind == "full"
-    await plane.retire(base)
-    await plane.retire(first)
+    await plane.retire_all_but(1)
     assert await plane.versions() == [base, second]
-    await plane.retire(second)
-    assert await plane.versions() == []
+    whole = await publish(plane, 3)
+    await plane.retire_all_but(1)
+    assert await plane.versions() == [whole]
 
 
 async def test_adapters_for_a_version_that_is_not_there_are_not_published():
