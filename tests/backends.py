@@ -32,9 +32,9 @@ def titan_learner(
     objective: dict[str, Any] | None = None,
     correction: str = "token_is",
     updates_per_batch: int = 1,
+    decay: str = "linear",
     lora: dict[str, Any] | None = None,
     merge_adapters: bool = False,
-    decay: str = "linear",
 ) -> Any:
     """A rank of a torchtitan learner; one made before in this process is closed."""
     os.environ.update(

@@ -247,9 +247,11 @@ class LearnerActor(ForgeActor):
         return self._plane
 
     def _join(self, store_handle: bytes) -> None:
-        from forge_async.backends.weight_stores import open_writing_plane
+        from forge_async.backends.weight_stores import open_plane, open_writing_plane
 
-        self._plane = open_writing_plane(store_handle)
+        # Versions of adapters are small as they are.
+        open_store = open_plane if self._plan.lora.rank and not self._plan.merge_adapters else open_writing_plane
+        self._plane = open_store(store_handle)
         self._rank.forget_base()  # this store has none of it
 
     async def _reserve(self, wanted: bool) -> None:

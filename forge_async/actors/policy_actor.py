@@ -206,7 +206,7 @@ class PolicyActor(ForgeActor):
         plane = self._connected
         # One pull at a time, which the service sees to: they unpack into the same memory.
         reading = reading_weights(plane, self._unpacker, version, self._base)
-        async with self._service.pulling(), reading as (weights, manifests, reads):
+        async with self._service.pulling(), reading as (weights, manifests, read):
             fetch_s = time.perf_counter() - begun
             swap = await self._service.swap(weights, version, self._fingerprint_check(manifests))
         self._served, self._base = version, manifests[0].base or str(version)
@@ -215,12 +215,12 @@ class PolicyActor(ForgeActor):
             version=version,
             fetch_s=fetch_s,
             pause_s=swap.pause_s,
-            num_bytes=sum(each.num_bytes for each in reads),
-            held_bytes=sum(each.own_bytes for each in reads) + split,
+            num_bytes=read.num_bytes,
+            held_bytes=read.own_bytes + split,
             started_s=started_s,
             swap=swap,
             transport=plane.store.transport.name,
-            damage=next((each.damage for each in reads if each.damage), ""),
+            damage=read.damage,
         )
 
     def _fingerprint_check(self, manifests: Sequence[Manifest]) -> Callable[[Engine], None] | None:

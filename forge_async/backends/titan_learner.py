@@ -20,9 +20,9 @@ from forge_async.backends import titan_cpu
 # isort: split
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torchtitan.components.optimizer import default_adamw
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import CommConfig, DebugConfig, ParallelismConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan_distributed
@@ -30,7 +30,7 @@ from torchtitan.tools import utils as titan_utils
 
 from forge_async.backends import titan_lora, titan_state
 from forge_async.backends.model_writer import write_model
-from forge_async.backends.titan_build import check_same_tokens, holds_first_copy, load_model, schedule_config
+from forge_async.backends.titan_build import check_same_tokens, load_model
 from forge_async.backends.titan_forward import forward
 from forge_async.backends.titan_values import ValueHead
 from forge_async.core.errors import ConfigError, NonFiniteError
@@ -49,7 +49,6 @@ from forge_async.weights.adapters import LORA_B, is_adapter, merged
 from forge_async.weights.manifest import Part
 from forge_async.weights.packing import LocalShard, Packer
 
-EVERY: Callable[[str], bool] = lambda _name: True  # noqa: E731 - a name for the default of what is wanted
 Known: TypeAlias = dict[str, torch.Tensor]
 """Fields of LossInputs for a micro-batch, [B, L] each."""
 
@@ -103,7 +102,7 @@ class TitanLearner:
         self._optimizer = default_adamw(
             lr=optimizer.lr, betas=(optimizer.beta1, optimizer.beta2), weight_decay=optimizer.weight_decay
         ).build(model_parts=[self._model])
-        self._schedule = schedule_config(optimizer).build(optimizers=self._optimizer, training_steps=total_steps)
+        self._schedule = _schedule_config(optimizer).build(optimizers=self._optimizer, training_steps=total_steps)
         self._named: list[tuple[str, Any]] | None = None
         self._packer, self._adapter_packer = Packer(self.rank), Packer(self.rank)
         self.base = ""
@@ -163,7 +162,7 @@ class TitanLearner:
             return self._adapter_packer.pack(self._local_shards(is_adapter), blob)
         if self._lora and not self._merges:
             self.base = str(self.version)
-        return self._packer.pack(self._local_shards(), blob)
+        return self._packer.pack(self._local_shards(_all), blob)
 
     def forget_base(self) -> None:
         """Whoever has the last whole snapshot is gone: the next one is whole again."""
@@ -181,8 +180,9 @@ class TitanLearner:
 
     def save(self, folder: Path) -> None:
         alone, weights = self._lora is not None and not self._merges, {}
-        for name, tensor in self._full_weights(is_adapter if alone else EVERY):
-            if self.rank == 0:  # each is put together on all ranks; only one keeps it
+        # Each is put together on all ranks; only one keeps it.
+        for name, tensor in self._full_weights(is_adapter if alone else _all):
+            if self.rank == 0:
                 weights[name] = tensor.cpu().clone()
         if self.rank != 0:
             return
@@ -201,7 +201,7 @@ class TitanLearner:
 
     def digest(self) -> str:
         found = hashlib.sha256()
-        for name, tensor in self._full_weights():
+        for name, tensor in self._full_weights(_all):
             found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             found.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
         return found.hexdigest()
@@ -227,8 +227,9 @@ class TitanLearner:
 
     def _load_frozen(self) -> dict[str, Any]:
         """The models that are only read, by the name of what they give; each is sharded like the one that learns."""
-        reads_reference = self._loss.needs_reference and not self._lora  # with adapters: the model without them
-        wanted = {"reference_logprobs": self._folder} if reads_reference else {}
+        self._is_own_reference = self._loss.needs_reference and self._lora is not None
+        own = not self._loss.needs_reference or self._is_own_reference
+        wanted = {} if own else {"reference_logprobs": self._folder}
         if self._loss.settings.teacher:
             wanted["teacher_logprobs"] = Path(self._loss.settings.teacher)
             check_same_tokens(self._folder, wanted["teacher_logprobs"])
@@ -288,7 +289,7 @@ class TitanLearner:
         entropy = "gradient" if self._loss.settings.entropy_weight else "figure" if self._loss.needs_entropy else "none"
         with torch.no_grad():
             frozen = {name: forward(model, columns, self._wanted).logprobs for name, model in self._frozen.items()}
-            if self._loss.needs_reference and self._lora:
+            if self._is_own_reference:
                 with titan_lora.without_adapters(self._model):
                     frozen["reference_logprobs"] = forward(self._model, columns, self._wanted).logprobs
         found = forward(self._model, columns, replace(self._wanted, entropy=entropy))
@@ -344,7 +345,7 @@ class TitanLearner:
             self._named = sorted((self._adapter.to_hf(state) | dict(titan_lora.adapters(state, self._adapter))).items())
         return self._named
 
-    def _local_shards(self, wanted: Callable[[str], bool] = EVERY) -> Iterator[LocalShard]:
+    def _local_shards(self, wanted: Callable[[str], bool]) -> Iterator[LocalShard]:
         """This rank's boxes of the parameters whose names are wanted, as they are published."""
         whole = dict(self._full_weights(is_adapter)) if self._merges else {}
         products = titan_lora.products(whole, self._scale)
@@ -354,7 +355,7 @@ class TitanLearner:
             tensor = parameter.detach()
             shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
             if isinstance(tensor, DTensor):
-                if not holds_first_copy(tensor):
+                if not _holds_first_copy(tensor):
                     continue
                 _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
                 tensor = tensor.to_local()
@@ -369,7 +370,7 @@ class TitanLearner:
                 name=name, tensor=tensor.to(self._publish_dtype), global_shape=shape, offsets=tuple(offsets)
             )
 
-    def _full_weights(self, wanted: Callable[[str], bool] = EVERY) -> Iterator[tuple[str, torch.Tensor]]:
+    def _full_weights(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self._named_parameters():
             if wanted(name):
                 tensor = parameter.detach()
@@ -398,3 +399,26 @@ class TitanLearner:
             values = values.to(self._device)
             dist.all_reduce(values, group=mesh.get_group())
         return values.tolist()
+
+
+def _all(_name: str) -> bool:
+    return True
+
+
+def _schedule_config(optimizer: OptimizerSettings) -> LRSchedulersContainer.Config:
+    constant = optimizer.decay == "constant"
+    return LRSchedulersContainer.Config(
+        warmup_steps=optimizer.warmup_steps,
+        decay_ratio=0.0 if constant else None,
+        decay_type="linear" if constant else optimizer.decay,  # pyright: ignore[reportArgumentType]
+        min_lr_factor=optimizer.min_lr_factor,
+    )
+
+
+def _holds_first_copy(tensor: DTensor) -> bool:
+    """Is this rank the one that speaks for its shard, among those that hold the same one?"""
+    coordinate = tensor.device_mesh.get_coordinate() or ()
+    return all(
+        not isinstance(placement, Replicate) or place == 0
+        for placement, place in zip(tensor.placements, coordinate, strict=True)
+    )

@@ -149,10 +149,10 @@ class Manifest:
     digests: bytes = b""
     """Of all shards, in the layout's order; empty when the learner made none."""
     kind: str = "full"
-    """How it is stored. full: every parameter is in it. delta: a part of it is what changed. adapter: only low-rank
-    adapters are in it."""
+    """full: every parameter is in it. delta: the same, with a part of it stored as what changed. adapter: only low-rank
+    adapters are in it, for the parameters of `base`."""
     base: str = ""
-    """Version that holds the parameters below the adapters, when those are all that is in it; "" otherwise."""
+    """Version that holds what this one leaves out; "" when it leaves out nothing."""
     codings: tuple[Coding, ...] = ()
     """How each part is stored, in order of rank; none: all are whole."""
     deltas_follow: bool = False
@@ -162,8 +162,8 @@ class Manifest:
     @property
     def needs(self) -> frozenset[PolicyVersion]:
         """The other versions without which it cannot be read."""
-        below = {PolicyVersion.parse(self.base)} if self.base else set()
-        return frozenset(below | {each for coding in self.codings for each in coding.chain[:-1]})
+        chain = frozenset(each for coding in self.codings for each in coding.chain[:-1])
+        return chain | {PolicyVersion.parse(self.base)} if self.base else chain
 
     @property
     def stored_bytes(self) -> int:

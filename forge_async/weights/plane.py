@@ -39,10 +39,10 @@ class _Record:
     part_ids: tuple[str, ...]
     digests: bytes
     kind: str
+    base: str
     codings: tuple[Coding, ...]
     deltas_follow: bool
     schema: int
-    base: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,15 @@ class ReadReport:
     num_deltas: int = 0
     damage: str = ""
     """Why what was held, or was read first, was given up for the last whole version and all deltas since."""
+
+    def with_base(self, base: ReadReport) -> ReadReport:
+        """The same together with the reading of a version that it builds on."""
+        return ReadReport(
+            num_bytes=self.num_bytes + base.num_bytes,
+            own_bytes=self.own_bytes + base.own_bytes,
+            num_deltas=self.num_deltas + base.num_deltas,
+            damage=self.damage or base.damage,
+        )
 
 
 _Read = tuple[Manifest, list[tuple[Wanted, Any]]]
@@ -132,7 +141,7 @@ class WeightPlane:
         return coding, found.stream
 
     async def _is_ready(self, version: PolicyVersion) -> bool:
-        """Whether a version that was staged here was committed too, and is still there."""
+        """Whether a version was committed and is still there."""
         if version == self._committed:
             return True
         try:
@@ -162,7 +171,7 @@ class WeightPlane:
         Args:
             version: what was staged.
             num_ranks: so many ranks have staged it.
-            base: the version whose other parameters it leaves as they are, when it holds adapters only.
+            base: the version whose other parameters it leaves as they are; "": it has all of them.
 
         Raises WeightsError when a rank has not staged, when what they staged does not form whole parameters, or when
         the base is not readable.
@@ -176,7 +185,7 @@ class WeightPlane:
             version=version,
             layout=layout,
             digests=b"".join(part.digests for part in parts),
-            kind="delta" if any(coding.base for coding in codings) else "adapter" if base else "full",
+            kind="adapter" if base else "delta" if any(coding.base for coding in codings) else "full",
             base=base,
             codings=codings,
             deltas_follow=self._deltas is not None,
@@ -185,10 +194,10 @@ class WeightPlane:
             part_ids=layout.ids,
             digests=manifest.digests,
             kind=manifest.kind,
+            base=base,
             codings=codings,
             deltas_follow=manifest.deltas_follow,
             schema=manifest.schema,
-            base=base,
         )
         await self.store.put({f"{version}{MANIFEST}": record})
         self._committed = version
@@ -225,9 +234,9 @@ class WeightPlane:
             layout=layout,
             digests=record.digests,
             kind=record.kind,
+            base=record.base,
             codings=record.codings,
             deltas_follow=record.deltas_follow,
-            base=record.base,
         )
 
     @asynccontextmanager

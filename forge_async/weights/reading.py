@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 @asynccontextmanager
 async def reading_weights(
     plane: WeightPlane, unpacker: Unpacker, version: PolicyVersion, base: str
-) -> AsyncIterator[tuple[dict[str, torch.Tensor], list[Manifest], list[ReadReport]]]:
-    """Enter to get the weights of a version, its manifest, and what reading it took; they are good until the exit.
+) -> AsyncIterator[tuple[dict[str, torch.Tensor], list[Manifest], ReadReport]]:
+    """Enter to get the weights of a version, its manifest, and what reading took; they are good until the exit.
 
     A reader that holds another base than the version builds on, because it came late, is given that base too: its
     weights among the others, its manifest after the first.
@@ -34,14 +34,14 @@ async def reading_weights(
     async with AsyncExitStack() as held:
         manifest, blobs = await held.enter_async_context(plane.reading(version))
         weights, manifests = await asyncio.to_thread(unpacker.unpack, manifest, blobs), [manifest]
-        reads = [plane.last_read]
+        report = plane.last_read
         if manifest.base not in ("", base):
             below, blobs = await held.enter_async_context(plane.reading(PolicyVersion.parse(manifest.base)))
             # Once in a reader's life, so it needs no memory that is used again.
             weights = await asyncio.to_thread(Unpacker(shared=False).unpack, below, blobs) | weights
             manifests.append(below)
-            reads.append(plane.last_read)
-        yield weights, manifests, reads
+            report = report.with_base(plane.last_read)
+        yield weights, manifests, report
 
 
 def check_served(manifests: Sequence[Manifest], read: Read, who: str, verify: str) -> None:

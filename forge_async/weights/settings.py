@@ -30,6 +30,11 @@ class WeightsSettings:
         "serves is compared in the pause of a pull: a sample that changes with each version, or all of it",
         choices=VERIFY,
     )
+    merge_adapters: bool = setting(
+        False,
+        "with learner.lora.rank: publish and save the model with its adapters added in, whole each time, and not the "
+        "adapters alone",
+    )
     delta: str = setting(
         "auto",
         "whether a version is published as what changed since the one before, where that takes less than half of its "
@@ -38,11 +43,6 @@ class WeightsSettings:
     )
     anchor_every: int = setting(
         20, "one in so many versions is published whole, for readers that come late or missed versions", low=1
-    )
-    merge_adapters: bool = setting(
-        False,
-        "with learner.lora.rank: publish and save the model with its adapters added in, whole each time, and not the "
-        "adapters alone",
     )
 
     def makes_deltas(self, *, is_shared: bool) -> bool:

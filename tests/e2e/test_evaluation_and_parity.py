@@ -13,13 +13,13 @@ from e2e.runs import descendants, environment, nothing_left, run
 
 from tests.models import make_model
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]
 
 
 def call(cwd: Path, app: str, *words: str) -> str:
     """Standard output of an application that ends well."""
     command = [sys.executable, "-m", f"forge_async.apps.{app}", *words]
-    done = subprocess.run(command, cwd=cwd, env=environment(cwd), capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, cwd=cwd, env=environment(cwd), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -1,4 +1,4 @@
-"""Adapters as they travel: names, the product with the weights below, PEFT's folder."""
+"""Adapters as they travel: names, the product with the weights below, PEFT's folder; versions that build on others."""
 
 from __future__ import annotations
 

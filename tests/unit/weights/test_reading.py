@@ -26,8 +26,7 @@ async def publish(plane, step, values, base=""):
 
 
 async def read(plane, version, base=""):
-    async with reading_weights(plane, Unpacker(shared=False), version, base) as (weights, manifests, reads):
-        assert len(reads) == len(manifests)
+    async with reading_weights(plane, Unpacker(shared=False), version, base) as (weights, manifests, _):
         return {name: tensor[0, 0].item() for name, tensor in weights.items()}, [each.version for each in manifests]
 
 
@@ -44,7 +43,7 @@ async def test_a_reader_that_has_the_base_is_given_the_adapters_alone():
 
 
 @pytest.mark.parametrize("base", ["", "policy@3.0"])
-async def test_a_late_reader_is_given_the_base_below_them_though_it_was_to_go(base):
+async def test_a_late_reader_is_given_the_base_below_them(base):
     plane, version = await a_run()
     await plane.retire_all_but(1)
     assert await read(WeightPlane(plane.store), version, base) == ({W: 7, A: 2, B: 3}, [version, FIRST])
