@@ -106,7 +106,7 @@ class LearnerActor(ForgeActor):
         self._replay: ActorHandle | None = None
         self._snapshots: dict[PolicyVersion, tuple[Part, Any]] = {}
         self._builds_on: dict[PolicyVersion, str] = {}
-        """The base of each snapshot that was taken and is not committed; "" of a whole one."""
+        """The base of each snapshot that was taken since the last commit; "" of a whole one."""
         self._spare: Any = None
         """Memory for the next snapshot, the store's or an older one's, asked for while the step runs."""
 
@@ -283,8 +283,9 @@ class LearnerActor(ForgeActor):
             await self._weights.stage(version, *self._snapshots.pop(version))
 
     async def _commit(self, version: PolicyVersion) -> Manifest:
+        # Kept until a later one is committed: a version may be staged and committed once more.
+        self._builds_on = {each: on for each, on in self._builds_on.items() if each >= version}
         base = self._builds_on.get(version, "")
-        self._builds_on = {each: on for each, on in self._builds_on.items() if each > version}
         if version in self._snapshots:
             return await self._weights.publish(version, *self._snapshots.pop(version), base)
         return await self._weights.commit(version, self._plan.learner.ranks, base)

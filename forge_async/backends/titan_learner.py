@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torchtitan.components.optimizer import default_adamw
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import CommConfig, DebugConfig, ParallelismConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan_distributed
@@ -30,7 +30,7 @@ from torchtitan.tools import utils as titan_utils
 
 from forge_async.backends import titan_lora, titan_state
 from forge_async.backends.model_writer import write_model
-from forge_async.backends.titan_build import check_same_tokens, load_model, schedule_config
+from forge_async.backends.titan_build import check_same_tokens, load_model
 from forge_async.backends.titan_forward import forward
 from forge_async.backends.titan_values import ValueHead
 from forge_async.core.errors import ConfigError, NonFiniteError
@@ -102,7 +102,7 @@ class TitanLearner:
         self._optimizer = default_adamw(
             lr=optimizer.lr, betas=(optimizer.beta1, optimizer.beta2), weight_decay=optimizer.weight_decay
         ).build(model_parts=[self._model])
-        self._schedule = schedule_config(optimizer).build(optimizers=self._optimizer, training_steps=total_steps)
+        self._schedule = _schedule_config(optimizer).build(optimizers=self._optimizer, training_steps=total_steps)
         self._named: list[tuple[str, Any]] | None = None
         self._packer, self._adapter_packer = Packer(self.rank), Packer(self.rank)
         self.base = ""
@@ -287,7 +287,7 @@ class TitanLearner:
         entropy = "gradient" if self._loss.settings.entropy_weight else "figure" if self._loss.needs_entropy else "none"
         with torch.no_grad():
             frozen = {name: forward(model, columns, self._wanted).logprobs for name, model in self._frozen.items()}
-            if self._loss.needs_reference and self._lora:
+            if self._is_own_reference:
                 with titan_lora.without_adapters(self._model):
                     frozen["reference_logprobs"] = forward(self._model, columns, self._wanted).logprobs
         found = forward(self._model, columns, replace(self._wanted, entropy=entropy))
@@ -401,6 +401,16 @@ class TitanLearner:
 
 def _all(_name: str) -> bool:
     return True
+
+
+def _schedule_config(optimizer: OptimizerSettings) -> LRSchedulersContainer.Config:
+    constant = optimizer.decay == "constant"
+    return LRSchedulersContainer.Config(
+        warmup_steps=optimizer.warmup_steps,
+        decay_ratio=0.0 if constant else None,
+        decay_type="linear" if constant else optimizer.decay,  # pyright: ignore[reportArgumentType]
+        min_lr_factor=optimizer.min_lr_factor,
+    )
 
 
 def _holds_first_copy(tensor: DTensor) -> bool:

@@ -112,8 +112,8 @@ def by_hand(model, weights, batch):
 def test_packed_and_padded_rows_train_the_same_adapters(titan):
     found = []
     for layout in ({"row_tokens": 512}, {"packed": False}, {"row_tokens": 8, "micro_batch_tokens": 16}):
-        learner = titan.make(lora=LORA, lr=1e-3, **layout)
-        results = [learner.train(share(batch)) for batch in batches(learner, 2)]
+        learner = titan.make(lora=LORA, lr=1e-3)
+        results = [learner.train(share(batch, **layout)) for batch in batches(learner, 2)]
         learner.forget_base()
         found.append(([(each.loss, each.grad_norm) for each in results], weights_of(learner)))
     for figures, weights in found[1:]:

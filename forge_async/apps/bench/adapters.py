@@ -89,8 +89,6 @@ class Ring:
 
     def __init__(self, learner: ActorHandle, policy: ActorHandle) -> None:
         self._learner, self._policy, self._seed = learner, policy, 0
-        self._newest: PolicyVersion | None = None
-        """The version that was published last; the one before it goes."""
 
     @classmethod
     async def start(cls, config: Config, placement: Placement, folder: Path, steps: int) -> Ring:
@@ -122,13 +120,9 @@ class Ring:
         generating = asyncio.create_task(self._generate()) if step else None
         begun = time.perf_counter()
         version: PolicyVersion = (await self._learner.snapshot.call(timeout_s=TIMEOUT_S))[0]
-        await self._learner.stage.call(version, timeout_s=TIMEOUT_S)
-        await self._learner.rank(0).commit.call_one(version, timeout_s=TIMEOUT_S)
+        await self._learner.publish.call(version, timeout_s=TIMEOUT_S)
         publish_s = time.perf_counter() - begun
         pull = await self._policy.pull.call_one(version, timeout_s=TIMEOUT_S)
-        if self._newest:
-            await self._learner.rank(0).retire.call_one(self._newest, timeout_s=TIMEOUT_S)
-        self._newest = version
         if generating:
             await generating
         return pull, publish_s
@@ -179,7 +173,7 @@ def _with_share(row: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, An
 NOTES = (
     f"Adapters of rank {RANK}, on q, k, v and o (attention) or on all seven linear layers of a block. bytes: of a "
     "version after the first, which is whole (first_bytes).",
-    "publish: snapshot, digests, commit; fetch and pause as a replica measures them, sampled comparison included, with "
-    f"{SEQUENCES} sequences decoding.",
+    "publish: snapshot, digests, commit, and the end of older versions; fetch and pause as a replica measures them, "
+    f"sampled comparison included, with {SEQUENCES} sequences decoding.",
     "tokens_per_s: without a pull. The replica of full and of merged versions computes without adapters.",
 )
