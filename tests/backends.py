@@ -7,14 +7,29 @@ from pathlib import Path
 from typing import Any
 
 
-def vllm_engine(folder: str) -> Any:
-    """A vLLM engine for tiny models."""
+def vllm_engine(folder: str, **policy: Any) -> Any:
+    """A vLLM engine for tiny models; `policy`: settings that differ."""
     from forge_async.backends.vllm_engine import VllmEngine
     from forge_async.core.versions import PolicyVersion
     from forge_async.policy.settings import PolicySettings
 
-    settings = PolicySettings(max_model_tokens=128, max_sequences=64, max_batch_tokens=1024, kv_cache_bytes=4 << 20)
-    return VllmEngine(folder, settings, PolicyVersion())
+    sizes = {"max_model_tokens": 128, "max_sequences": 64, "max_batch_tokens": 1024, "kv_cache_bytes": 4 << 20}
+    settings = PolicySettings(**(sizes | policy))
+    return _TestedEngine(VllmEngine(folder, settings, PolicyVersion()))
+
+
+class _TestedEngine:
+    """The engine, and what a test does to it behind its back."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def load_as_vllm_does(self, weights: dict[str, Any]) -> None:
+        """vLLM's own loading, once the engine has run."""
+        self._engine._model().load_weights(iter(weights.items()))
 
 
 def titan_learner(
@@ -33,6 +48,9 @@ def titan_learner(
     objective: dict[str, Any] | None = None,
     correction: str = "token_is",
     updates_per_batch: int = 1,
+    expert_parallel: int = 1,
+    dtype: str = "float32",
+    activation_checkpointing: str = "none",
 ) -> Any:
     """A rank of a torchtitan learner; one made before in this process is closed."""
     os.environ.update(
@@ -55,6 +73,9 @@ def titan_learner(
             logit_chunk_tokens=logit_chunk_tokens,
             packed=packed,
             updates_per_batch=updates_per_batch,
+            expert_parallel=expert_parallel,
+            dtype=dtype,
+            activation_checkpointing=activation_checkpointing,
         ),
         optimizer=OptimizerSettings(lr=lr, warmup_steps=0),
         total_steps=10,
@@ -67,3 +88,18 @@ def titan_learner(
 
 
 _learners: list[Any] = []
+
+
+class LearnerState:
+    """What the learner that was built last in this process keeps."""
+
+    def __init__(self) -> None:
+        state = _learners[-1]._model.state_dict()
+        tied = {"lm_head.weight"} if _learners[-1]._model.enable_weight_tying else set()
+        self.names = sorted(state)
+        self.num_elements = sum(value.numel() for name, value in state.items() if name not in tied)
+
+
+def state_of_learner() -> LearnerState:
+    """Its names and their sizes."""
+    return LearnerState()

@@ -42,10 +42,10 @@ class FakeSubject:
 
 
 class VllmSubject:
-    """vLLM with the tiny Qwen3, in a process of its own."""
+    """vLLM with a tiny model, in a process of its own."""
 
-    def __init__(self, child, folders):
-        self.engine = child.build("tests.backends:vllm_engine", str(folders[0]))
+    def __init__(self, child, folders, **policy):
+        self.engine = child.build("tests.backends:vllm_engine", str(folders[0]), **policy)
         self.weights = [read_weights(folder) for folder in folders]
         self._references = [Reference(folder) for folder in folders]
 
@@ -54,6 +54,9 @@ class VllmSubject:
 
     def logits(self, which, tokens):
         return self._references[which].logits(tokens)
+
+    def experts(self, which, tokens):
+        return self._references[which].experts(tokens)
 
     def mixed(self, tokens, reads):
         return mixed_logprobs([(self._references[which], count) for which, count in reads], tokens)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from forge_async.backends import titan_cpu
+from forge_async.backends import titan_cpu, titan_moe
 
 # isort: split
 import torch
@@ -40,8 +40,9 @@ from forge_async.learner.counts import Counts
 from forge_async.learner.figures import step_figures, total_loss
 from forge_async.learner.inputs import LossInputs
 from forge_async.learner.loss import Loss, LossTerms
+from forge_async.learner.mixture import load_figures
 from forge_async.learner.ports import StepResult
-from forge_async.learner.rows import COLUMNS, Layout, Rows, build_micro_batches, sequence_rows
+from forge_async.learner.rows import COLUMNS, OPTIONAL_COLUMNS, Layout, Rows, build_micro_batches, sequence_rows
 from forge_async.learner.settings import LearnerSettings, OptimizerSettings
 from forge_async.learner.token_scores import Wanted
 from forge_async.learner.totals import NOBODY, Figures, StepTotals, first_bad_sample, merge_updates, not_finite
@@ -131,6 +132,7 @@ class TitanLearner:
         batches = build_micro_batches(share.samples, self._layout, self._most_over_ranks)
         known = self._values.targets(batches, self._old_values) if self._values else [{} for _ in batches]
         updates, grad_norm = [], 0.0
+        titan_moe.take_load(self._model)
         for update in range(self._settings.updates_per_batch):
             totals, blamed = StepTotals(), NOBODY
             for rows, extra in zip(batches, known, strict=True):
@@ -154,7 +156,9 @@ class TitanLearner:
             mismatch_kl=sums["mismatch_kl"] / num_tokens,
             logprob_diff_max=maxima["logprob_diff"],
             compute_s=time.perf_counter() - begun,
-            figures=step_figures(sums, maxima, counts) | {"staleness/extra_updates": len(updates) - 1.0},
+            figures=step_figures(sums, maxima, counts)
+            | self._router_figures()
+            | {"staleness/extra_updates": len(updates) - 1.0},
         )
 
     def snapshot(self, blob: torch.Tensor | None = None) -> tuple[Part, torch.Tensor]:
@@ -231,8 +235,14 @@ class TitanLearner:
         sums = dict(zip(totals.sums, self._sum_over_ranks(totals.sum_values()), strict=True))
         return sums, {name: self._max_over_ranks(value) for name, value in totals.maxima.items()}
 
+    def _router_figures(self) -> dict[str, float]:
+        load = titan_moe.take_load(self._model)
+        if load is None:
+            return {}
+        return load_figures(np.reshape(self._sum_over_ranks(load.flatten().double()), load.shape))
+
     def _to_device(self, rows: Rows) -> dict[str, torch.Tensor]:
-        names = COLUMNS if rows.kept_set is None else (*COLUMNS, "kept_set")
+        names = COLUMNS + tuple(name for name in OPTIONAL_COLUMNS if getattr(rows, name) is not None)
         columns = {name: torch.from_numpy(getattr(rows, name)) for name in names}
         return {name: column.to(self._device) for name, column in columns.items()}
 
@@ -252,8 +262,10 @@ class TitanLearner:
     ) -> LossInputs:
         entropy = "gradient" if self._loss.settings.entropy_weight else "figure" if self._loss.needs_entropy else "none"
         found = forward(self._model, columns, replace(self._wanted, entropy=entropy))
+        # Another model chooses its experts itself: its distribution is what it would give.
+        plain = {name: column for name, column in columns.items() if name != "routed_experts"}
         with torch.no_grad():
-            frozen = {name: forward(model, columns, self._wanted).logprobs for name, model in self._frozen.items()}
+            frozen = {name: forward(model, plain, self._wanted).logprobs for name, model in self._frozen.items()}
         ages = (self.version.step + update - columns["steps"]).clamp(min=0) * (columns["steps"] >= 0)
         given = {"advantages": columns["advantages"]} | frozen | known
         return LossInputs(
@@ -300,14 +312,16 @@ class TitanLearner:
         return float(norm)
 
     def _named_parameters(self) -> list[tuple[str, Any]]:
-        """(Hugging Face name, parameter), sorted; the tensors are those that the optimiser changes in place."""
+        """(Hugging Face name, parameter or OneExpert), sorted; the optimiser changes the tensors in place."""
         if self._named is None:
-            self._named = sorted(self._adapter.to_hf(self._model.state_dict()).items())
+            self._named = titan_moe.named_parameters(self._model, self._adapter)
         return self._named
 
     def _local_shards(self) -> Iterator[LocalShard]:
         for name, parameter in self._named_parameters():
-            tensor = parameter.detach()
+            expert = parameter if isinstance(parameter, titan_moe.OneExpert) else None
+            held: Any = expert.stack if expert else parameter
+            tensor = held.detach()
             shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
             if isinstance(tensor, DTensor):
                 if not _holds_first_copy(tensor):
@@ -316,14 +330,17 @@ class TitanLearner:
                 tensor = tensor.to_local()
             elif self.rank != 0:
                 continue
+            if expert:
+                tensor = expert.box(tensor, offsets)
+                if tensor is None:
+                    continue
+                shape, offsets = expert.shape, offsets[1:]
             yield LocalShard(
                 name=name, tensor=tensor.to(self._publish_dtype), global_shape=shape, offsets=tuple(offsets)
             )
 
     def _full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._named_parameters():
-            tensor = parameter.detach()
-            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return titan_moe.full_weights(self._named_parameters())
 
     def _blamed_on_any_rank(self, blamed: tuple[int, int]) -> tuple[int, int]:
         """One rank's sample for all of them, so that every rank's error says the same."""

@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 
 from forge_async.backends.hf_renderer import HfRenderer
+from forge_async.backends.vllm_experts import expert_places
 from forge_async.backends.vllm_inside import Inside
+from forge_async.backends.vllm_routing import RoutingRecorder
 from forge_async.core import kept_sets
 from forge_async.core.errors import PolicyError, WeightsError
 from forge_async.core.packages import require
@@ -64,6 +66,8 @@ class VllmEngine:
 
         on_cpu = not torch.cuda.is_available()
         os.environ.update(ENVIRONMENT)
+        if settings.keep_routing:
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         if on_cpu:
             os.environ.update({k: v for k, v in CPU_ENVIRONMENT.items() if not (settings.compile and "DYNAMO" in k)})
         from vllm import EngineArgs, LLMEngine
@@ -91,12 +95,16 @@ class VllmEngine:
         self._finished: list[GenerationResult] = []
         """Requests that finished while `score` stepped the engine."""
         self._inverse: dict[str, tuple[str, int, int]] | None = None
+        self._experts = expert_places(self._model())
+        self._routing = RoutingRecorder(self._engine) if settings.keep_routing else None
 
     def add(self, requests: Sequence[GenerationRequest]) -> dict[str, str]:
         refused: dict[str, str] = {}
         for request in requests:
             try:
                 self._enqueue(request.id, request.prompt_token_ids, self._params(request), salt=self._salt)
+                if self._routing:
+                    self._routing.expect(request.id, len(request.prompt_token_ids))
                 if request.sampling.stop_strings:
                     self._inside.watch(request.id, lambda request=request: self._watcher(request))
             except self._refusals as error:
@@ -117,6 +125,9 @@ class VllmEngine:
         wanted = list(ids)
         results = [result for result in self._finished if result.id in wanted]
         self._finished = [result for result in self._finished if result.id not in wanted]
+        if self._routing:
+            for id in wanted:
+                self._routing.hold(id)
         return results + [self._result(id, rows) for id in wanted if (rows := self._inside.end(id))]
 
     def num_unfinished(self) -> int:
@@ -124,11 +135,13 @@ class VllmEngine:
 
     def load(self, weights: Mapping[str, Any], version: PolicyVersion, *, keep_kv: bool = True) -> int:
         self._refuse_misfits(weights, version)
-        items = list(weights.items())
+        items = [item for item in weights.items() if item[0] not in self._experts]
         try:
             self._engine.collective_rpc(
                 lambda worker: len(worker.get_model().load_weights(iter(items)))  # pyright: ignore[reportCallIssue]
             )
+            for name in weights.keys() & self._experts.keys():
+                self._experts[name].write(weights[name])
         except Exception as error:
             self._torn = f"the load of {version} broke off ({error})"
             raise
@@ -142,6 +155,9 @@ class VllmEngine:
         model = self._model()
         parameters = dict(model.named_parameters())
         for name in names:
+            if name in self._experts:
+                yield name, self._experts[name].read()
+                continue
             stored, start, rows = self._inverse_map(model).get(name, (name, 0, None))
             if stored in parameters:
                 tensor = parameters[stored].detach()
@@ -181,9 +197,8 @@ class VllmEngine:
         parameters, inverse = dict(model.named_parameters()), self._inverse_map(model)
         for name, tensor in weights.items():
             stored, _, rows = inverse.get(name, (name, 0, None))
-            if stored not in parameters:
+            if (held := self._experts.get(name) or parameters.get(stored)) is None:
                 continue
-            held = parameters[stored]
             shape = tuple(held.shape) if rows is None else (rows, *held.shape[1:])
             if tuple(tensor.shape) != shape or tensor.dtype != held.dtype:
                 raise WeightsError(
@@ -222,6 +237,7 @@ class VllmEngine:
         rows = sorted(outputs, key=lambda row: row.index)
         lengths = np.array([len(row.token_ids) for row in rows], dtype=np.int32)
         logprobs, kept_set = _logprobs(rows, self._vocab_size)
+        routed = self._routing.take(id, lengths.tolist()) if self._routing else None
         return GenerationResult(
             id=id,
             completions=Completions(
@@ -232,6 +248,7 @@ class VllmEngine:
                 truncated=np.array([row.finish_reason == "length" for row in rows]),
                 cut=np.array([row.finish_reason == "abort" for row in rows]),
                 kept_set=kept_set,
+                routed_experts=routed,
             ),
         )
 
@@ -266,6 +283,8 @@ def _arguments(model_folder: str, settings: PolicySettings, seed: int, on_cpu: b
         "enable_prefix_caching": settings.prefix_cache,
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": -1,  # what is asked for is bounded by the request's top_k
+        # Of vLLM's kernels on a GPU the one that keeps experts as plain matrices, to be loaded and read back.
+        "moe_backend": "auto" if on_cpu else "triton",
         "disable_log_stats": True,
         "seed": seed,
     }

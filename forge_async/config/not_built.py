@@ -32,7 +32,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt(key="weights.transport", allowed=("auto", "shm", "rpc", "filesystem", "http")),
     NotBuilt(key="policy.tensor_parallel", allowed=(1,)),
     NotBuilt(key="learner.tensor_parallel", allowed=(1,)),
-    NotBuilt(key="learner.expert_parallel", allowed=(1,)),
     NotBuilt(key="run.resume", allowed=(False,)),
 )
 """The one list of what exists as a word but does not run yet."""

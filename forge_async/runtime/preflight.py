@@ -86,7 +86,36 @@ def check_shape(config: Config, shape: ModelShape) -> None:
                 f"{key}={config.value(key)} does not divide the model's {shape.num_heads} attention heads; "
                 f"use a divisor, such as {key}=1."
             )
+    check_mixture(config, shape)
     _check_kv_cache(config, shape)
+
+
+def check_mixture(config: Config, shape: ModelShape) -> None:
+    """Raise ConfigError where a mixture of experts is asked for what it, or a dense model, does not have."""
+    spread, on_gpu = config.learner.expert_parallel, config.job.gpus_per_host > 0
+    if not shape.num_experts:
+        asked = {
+            "policy.keep_routing=true": config.policy.keep_routing,
+            f"learner.expert_parallel={spread}": spread > 1,
+        }
+        for word in (word for word, is_asked in asked.items() if is_asked):
+            raise ConfigError(
+                f"{word} is for mixtures of experts, and the model is a dense {shape.kind}; leave it out."
+            )
+        return
+    if shape.num_experts % spread:
+        raise ConfigError(
+            f"learner.expert_parallel={spread} does not divide the model's {shape.num_experts} experts; "
+            "use a divisor, such as learner.expert_parallel=1."
+        )
+    for key in ("policy.tensor_parallel", "learner.tensor_parallel"):
+        if config.value(key) > 1:
+            raise ConfigError(f"{key}={config.value(key)} is not built for mixtures of experts; use {key}=1.")
+    if not on_gpu and shape.hidden_size % 32:
+        raise ConfigError(
+            f"The model's hidden_size={shape.hidden_size} is no multiple of 32, as experts need it on CPU; "
+            "give another model.path."
+        )
 
 
 def _check_kv_cache(config: Config, shape: ModelShape) -> None:

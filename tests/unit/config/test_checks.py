@@ -74,6 +74,8 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
     ),
     (c.parallel_divides, {"learner.ranks": 3, "learner.tensor_parallel": 2}, ["learner.tensor_parallel=2"]),
     (c.parallel_divides, {"learner.ranks": 3, "learner.expert_parallel": 2}, ["learner.expert_parallel=2"]),
+    (c.tiny_model_is_made, {"model.tiny": "moe", "model.path": "x"}, ["model.tiny=moe", "model.path=x", "leave one"]),
+    (c.routing_is_seen, {"policy.keep_routing": True, "policy.compile": True}, ["policy.compile=true", "leave one"]),
     (c.batch_divides, {"learner.ranks": 3}, ["groups_per_step=64", "learner.ranks=3", "groups_per_step=66"]),
     (c.group_has_baseline, {"group_size": 1}, ["group_size=1", "advantage.scale=group_std", "group_size=2"]),
     (
@@ -171,7 +173,6 @@ ASKED = {
     "weights.transport": "rdma",
     "policy.tensor_parallel": 2,
     "learner.tensor_parallel": 2,
-    "learner.expert_parallel": 2,
     "run.resume": True,
 }
 
