@@ -56,6 +56,20 @@ def make_model(
     return folder
 
 
+def make_near_ties(folder: Path) -> Path:
+    """A mixture whose experts tie but for rounding: which two of eight a token takes hangs on the last bits."""
+    import torch
+    from safetensors.torch import save_file
+
+    weights = read_weights(make_model(folder, "qwen3_moe"))
+    generator = torch.Generator().manual_seed(0)
+    for name in weights:
+        if name.endswith("mlp.gate.weight"):
+            weights[name] = weights[name][:1] + 2e-8 * torch.randn(weights[name].shape, generator=generator)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def without_end(folder: Path) -> Path:
     """Take the end token out of a model's configuration, so that completions run to their token limit."""
     for name in ("config.json", "generation_config.json"):

@@ -43,16 +43,25 @@ class ReplayRouter(TokenChoiceTopKRouter):
     counted: torch.Tensor | None = None
     """bool [B, L], the tokens whose choices are counted, in passes with a gradient."""
     counts: torch.Tensor | None = None
-    """int64 [E], how many of them took each expert."""
+    """int64 [E], how many of them took each expert, the last pass left out."""
+    last: torch.Tensor | None = None
+    """int64 [B, L, K], what the last pass with a gradient chose, to be counted when it is over: a backward pass that
+    computes anew must find the same operations as the forward pass."""
 
     def forward(self, x_BLD, expert_bias_E=None):  # noqa: N803 - torchtitan's own names
         weights, chosen, scores = super().forward(x_BLD, expert_bias_E)
         if self.forced is not None:
             weights, chosen = self._as_forced(self.forced, chosen, scores)
-        if self.counted is not None and torch.is_grad_enabled():
-            found = torch.bincount(chosen[self.counted].flatten(), minlength=self.num_experts)
-            self.counts = found if self.counts is None else self.counts + found
+        if torch.is_grad_enabled():
+            self.last = chosen
         return weights, chosen, scores
+
+    def count(self) -> None:
+        """Add the last pass to the counts."""
+        if self.last is not None and self.counted is not None:
+            found = torch.bincount(self.last[self.counted].flatten(), minlength=self.num_experts)
+            self.counts = found if self.counts is None else self.counts + found
+        self.last = None
 
     def _as_forced(
         self, forced: torch.Tensor, chosen: torch.Tensor, scores: torch.Tensor
@@ -121,6 +130,7 @@ def set_routing(model: Any, routed_experts: torch.Tensor | None, counted: torch.
         counted: bool [B, L], the tokens whose choices `take_load` tells.
     """
     for number, mixture in enumerate(_mixtures(model)):
+        mixture.router.count()
         mixture.router.forced = None if routed_experts is None else routed_experts[:, :, number]
         mixture.router.counted = counted
 
@@ -131,6 +141,8 @@ def take_load(model: Any) -> torch.Tensor | None:
     routers = [mixture.router for mixture in _mixtures(model)]
     if not routers:
         return None
+    for router in routers:
+        router.count()
     nothing = torch.zeros(routers[0].num_experts, dtype=torch.int64)
     taken = torch.stack([nothing if router.counts is None else router.counts.cpu() for router in routers])
     for router in routers:

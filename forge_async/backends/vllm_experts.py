@@ -73,7 +73,9 @@ def _places_of_layer(layer: Any) -> Iterator[tuple[str, ExpertPlace]]:
     if layer.local_num_experts != layer.global_num_experts or layer.moe_config.tp_size > 1:
         raise PolicyError("The experts of a layer are spread over ranks of an engine; use policy.tensor_parallel=1.")
     config, isa = layer.moe_config, _prepacked_for(layer)
-    gate_up, down = (_places(tuple(each.shape[1:]), each.dtype, isa) for each in (layer.w13_weight, layer.w2_weight))
+    gate_up, down = (
+        _places(tuple(each.shape[1:]), each.dtype, isa, each.device) for each in (layer.w13_weight, layer.w2_weight)
+    )
     rows, columns = config.intermediate_size, config.hidden_dim_unpadded or config.hidden_dim
     up_row = gate_up.shape[0] // 2  # kernels may want more rows than the model has
     matrices = {
@@ -83,7 +85,6 @@ def _places_of_layer(layer: Any) -> Iterator[tuple[str, ExpertPlace]]:
     }
     for expert in range(layer.local_num_experts):
         for matrix, (parameter, places) in matrices.items():
-            places = places.to(layer.w13_weight.device)
             place = ExpertPlace(layer=layer, parameter=parameter, expert=expert, places=places)
             yield f"{expert}.{matrix}.weight", place
 
@@ -101,7 +102,7 @@ def _prepacked_for(layer: Any) -> str:
 
 
 @cache
-def _places(shape: tuple[int, int], dtype: Any, isa: str) -> Any:
+def _places(shape: tuple[int, int], dtype: Any, isa: str, device: Any) -> Any:
     """int64 [rows, columns]: where each element of a matrix lies once vLLM has prepacked it.
 
     Found by prepacking the numbers of the elements themselves, digit by digit, since a dtype holds only small ones.
@@ -110,7 +111,7 @@ def _places(shape: tuple[int, int], dtype: Any, isa: str) -> Any:
 
     numbers = torch.arange(shape[0] * shape[1])
     if not isa:
-        return numbers.view(shape)
+        return numbers.view(shape).to(device)
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     found = torch.zeros_like(numbers)

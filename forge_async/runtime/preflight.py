@@ -108,9 +108,10 @@ def check_mixture(config: Config, shape: ModelShape) -> None:
             f"learner.expert_parallel={spread} does not divide the model's {shape.num_experts} experts; "
             "use a divisor, such as learner.expert_parallel=1."
         )
-    for key in ("policy.tensor_parallel", "learner.tensor_parallel"):
-        if config.value(key) > 1:
-            raise ConfigError(f"{key}={config.value(key)} is not built for mixtures of experts; use {key}=1.")
+    for key, built in (("policy.tensor_parallel", 1), ("learner.tensor_parallel", 1), ("learner.compile", False)):
+        if (value := config.value(key)) != built:
+            asked, remedy = (f"{key}={str(each).lower()}" for each in (value, built))
+            raise ConfigError(f"{asked} is not built for mixtures of experts; use {remedy}.")
     if not on_gpu and shape.hidden_size % 32:
         raise ConfigError(
             f"The model's hidden_size={shape.hidden_size} is no multiple of 32, as experts need it on CPU; "

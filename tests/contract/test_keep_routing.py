@@ -15,7 +15,7 @@ from forge_async.rollout.samples import samples_of_turn
 from tests.child import Child
 from tests.contract.test_learner import TitanSubject, assert_close, make_samples, share, weights_of
 from tests.engines import LONG_PROMPT, PROMPT, VERSIONS, VllmSubject, finish, generate, request, rows
-from tests.models import make_model, read_weights, without_end
+from tests.models import make_model, make_near_ties, read_weights, without_end
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(180)]
 
@@ -174,7 +174,13 @@ def test_forcing_what_the_routers_would_choose_anyway_changes_no_gradient(record
 
 
 @pytest.mark.parametrize(
-    "settings", [{"activation_checkpointing": "full"}, {"row_tokens": 8, "micro_batch_tokens": 40}]
+    "settings",
+    [
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
+        {"row_tokens": 8, "micro_batch_tokens": 40},
+    ],
+    ids=["computed_again", "partly_computed_again", "laid_out_otherwise"],
 )
 def test_other_experts_are_taken_when_forced_and_the_routers_learn_from_it(titan, settings):
     """Every token is sent where its own router would not send it; recomputing and laying out anew change nothing."""
@@ -190,31 +196,16 @@ def test_other_experts_are_taken_when_forced_and_the_routers_learn_from_it(titan
     (one, weights), (other, others) = found
     assert abs(one.loss - free.loss) > 1e-3
     assert other.loss == pytest.approx(one.loss, rel=1e-5) and other.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
+    assert other.figures == pytest.approx(one.figures, rel=1e-4, abs=1e-6)
     assert_close(weights, others)
     for layer in (0, 1):
         gate = f"model.layers.{layer}.mlp.gate.weight"
         assert bool((weights[gate] != before[gate]).any(1).all()), "every expert's row"
 
 
-def with_near_ties(weights):
-    """Routers whose experts tie but for rounding: which two of eight a token takes hangs on the last bits."""
-    import torch
-
-    made, generator = {name: tensor.clone() for name, tensor in weights.items()}, torch.Generator().manual_seed(0)
-    for name in made:
-        if name.endswith("mlp.gate.weight"):
-            row = made[name][:1]
-            made[name] = row + 2e-8 * torch.randn(made[name].shape, generator=generator)
-    return made
-
-
 def test_where_experts_nearly_tie_the_ratio_is_one_with_the_routing_and_far_from_it_without(recorder, tmp_path, titan):
-    from safetensors.torch import save_file
-
-    weights = with_near_ties(recorder.weights[0])
-    folder = without_end(make_model(tmp_path / "ties", "qwen3_moe"))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    samples = sampled(recorder, weights=weights)
+    folder = without_end(make_near_ties(tmp_path / "ties"))
+    samples = sampled(recorder, weights=read_weights(folder))
     learner = TitanSubject(titan._child, folder).make
     kept, free = (learner().train(share(batch)) for batch in (samples, forgotten(samples)))
     assert kept.logprob_diff_max < 1e-5, "back to rounding"

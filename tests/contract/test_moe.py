@@ -142,6 +142,19 @@ def test_the_engine_serves_every_version_of_the_experts_and_gives_it_back(served
         }
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("qwen3_moe_mixed", "float32"), ("qwen3_moe", "bfloat16")])
+def test_padded_experts_and_other_dtypes_are_served_as_they_were_loaded(engine_child, tmp_path, kind, dtype):
+    import torch
+
+    folder = without_end(make_model(tmp_path / "model", kind))
+    subject = VllmSubject(engine_child, [folder], dtype=dtype)
+    weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in subject.weights[0].items()}
+    version = load(subject, weights=weights)
+    check_fingerprint(manifest_of(weights, version), subject.engine.read, "policy_0")
+    tolerance = 1e-5 if dtype == "float32" else 1.0
+    assert subject.engine.score(TOKENS) == pytest.approx(subject.logprobs(0, TOKENS), abs=tolerance)
+
+
 @pytest.mark.parametrize(
     "name", [f"model.layers.1.mlp.experts.5.{each}_proj.weight" for each in ("gate", "up", "down")]
 )
