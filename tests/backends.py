@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 
-def vllm_engine(folder: str, lora: dict[str, Any] | None = None) -> Any:
-    """A vLLM engine for tiny models."""
+def vllm_engine(folder: str, lora: dict[str, Any] | None = None, **policy: Any) -> Any:
+    """A vLLM engine for tiny models; `policy`: settings that differ."""
     from forge_async.backends.vllm_engine import VllmEngine
     from forge_async.core.versions import PolicyVersion
     from forge_async.learner.settings import LoraSettings
     from forge_async.policy.settings import PolicySettings
 
-    settings = PolicySettings(max_model_tokens=128, max_sequences=64, max_batch_tokens=1024, kv_cache_bytes=4 << 20)
-    return VllmEngine(folder, settings, PolicyVersion(), lora=LoraSettings(**lora) if lora else None)
+    sizes = {"max_model_tokens": 128, "max_sequences": 64, "max_batch_tokens": 1024, "kv_cache_bytes": 4 << 20}
+    settings = PolicySettings(**(sizes | policy))
+    engine = VllmEngine(folder, settings, PolicyVersion(), lora=LoraSettings(**lora) if lora else None)
+    return _TestedEngine(engine)
 
 
 def vllm_engine_on_two_ranks(folder: str, scratch: str) -> Any:
@@ -23,6 +25,20 @@ def vllm_engine_on_two_ranks(folder: str, scratch: str) -> Any:
     from tests.ranks import EngineOnRanks
 
     return EngineOnRanks(folder, scratch)
+
+
+class _TestedEngine:
+    """The engine, and what a test does to it behind its back."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def load_as_vllm_does(self, weights: dict[str, Any]) -> None:
+        """vLLM's own loading, once the engine has run."""
+        self._engine._model().load_weights(iter(weights.items()))
 
 
 def titan_learner(
@@ -42,6 +58,9 @@ def titan_learner(
     decay: str = "linear",
     lora: dict[str, Any] | None = None,
     merge_adapters: bool = False,
+    expert_parallel: int = 1,
+    dtype: str = "float32",
+    activation_checkpointing: str = "none",
 ) -> Any:
     """A rank of a torchtitan learner; one made before in this process is closed."""
     os.environ.update(
@@ -62,6 +81,9 @@ def titan_learner(
             tensor_parallel=tensor_parallel,
             logit_chunk_tokens=logit_chunk_tokens,
             updates_per_batch=updates_per_batch,
+            expert_parallel=expert_parallel,
+            dtype=dtype,
+            activation_checkpointing=activation_checkpointing,
         ),
         optimizer=OptimizerSettings(lr=lr, warmup_steps=0, decay=decay),
         total_steps=10,
@@ -91,3 +113,18 @@ class Insides:
 
 
 _learners: list[Any] = []
+
+
+class LearnerState:
+    """What the learner that was built last in this process keeps."""
+
+    def __init__(self) -> None:
+        state = _learners[-1]._model.state_dict()
+        tied = {"lm_head.weight"} if _learners[-1]._model.enable_weight_tying else set()
+        self.names = sorted(state)
+        self.num_elements = sum(value.numel() for name, value in state.items() if name not in tied)
+
+
+def state_of_learner() -> LearnerState:
+    """Its names and their sizes."""
+    return LearnerState()

@@ -43,13 +43,13 @@ class FakeSubject:
 
 
 class VllmSubject:
-    """vLLM with the tiny Qwen3, in a process of its own."""
+    """vLLM with a tiny model, in a process of its own."""
 
-    def __init__(self, child, folders, *, scratch=None):
-        """`scratch`: a new folder, for an engine on two tensor-parallel ranks."""
+    def __init__(self, child, folders, *, scratch=None, **policy):
+        """`scratch`: a new folder, for an engine on two tensor-parallel ranks; `policy`: settings that differ."""
         where = (str(folders[0]),) if scratch is None else (str(folders[0]), str(scratch))
         kind = "vllm_engine" if scratch is None else "vllm_engine_on_two_ranks"
-        self.engine = child.build(f"tests.backends:{kind}", *where)
+        self.engine = child.build(f"tests.backends:{kind}", *where, **policy)
         self.weights = [read_weights(folder) for folder in folders]
         self._references = [Reference(folder) for folder in folders]
 
@@ -58,6 +58,9 @@ class VllmSubject:
 
     def logits(self, which, tokens):
         return self._references[which].logits(tokens)
+
+    def experts(self, which, tokens):
+        return self._references[which].experts(tokens)
 
     def mixed(self, tokens, reads):
         return mixed_logprobs([(self._references[which], count) for which, count in reads], tokens)

@@ -22,6 +22,15 @@ QWEN3 = {
     "tie_word_embeddings": True,
     "rope_parameters": {"rope_theta": 10_000.0, "rope_type": "default"},
 }
+QWEN3_MOE = QWEN3 | {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
 SMOLLM2 = {
     "model_type": "llama",
     "hidden_size": 576,

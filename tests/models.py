@@ -13,19 +13,29 @@ KINDS = ("qwen3", "qwen3_untied", "llama", "llama_untied", "qwen3_odd", "qwen3_w
 """`qwen3` is the tied one that most tests use; `qwen3_odd` has a vocabulary that two ranks cannot share evenly, and the
 wide ones have heads for two tensor-parallel ranks beside that."""
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+MOE: dict[str, dict[str, Any]] = {
+    "qwen3_moe": EXPERTS,
+    "qwen3_moe_mixed": EXPERTS
+    | {"num_experts": 3, "moe_intermediate_size": 40, "norm_topk_prob": False, "mlp_only_layers": [0]},
+}
+"""Mixtures of experts. The second has a dense layer, weights that are not normalised, and experts that two ranks share
+unevenly and the engine pads."""
+
 
 def make_model(
     folder: Path, kind: str = "qwen3", seed: int = 0, *, vocabulary: int = 98, max_positions: int = 256
 ) -> Path:
     """Write a model of `kind` with random weights, large enough that its predictions are far from uniform."""
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
     from forge_async.backends.hf_renderer import write_char_tokenizer
 
-    config_class = LlamaConfig if kind.startswith("llama") else Qwen3Config
+    config_class = LlamaConfig if kind.startswith("llama") else Qwen3MoeConfig if kind in MOE else Qwen3Config
     wide = "_wide" in kind
     config = config_class(
+        **MOE.get(kind, {}),
         vocab_size=99 if wide or kind == "qwen3_odd" else vocabulary,
         hidden_size=64,
         num_hidden_layers=2,
@@ -45,6 +55,20 @@ def make_model(
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     write_char_tokenizer(folder)
+    return folder
+
+
+def make_near_ties(folder: Path) -> Path:
+    """A mixture whose experts tie but for rounding: which two of eight a token takes hangs on the last bits."""
+    import torch
+    from safetensors.torch import save_file
+
+    weights = read_weights(make_model(folder, "qwen3_moe"))
+    generator = torch.Generator().manual_seed(0)
+    for name in weights:
+        if name.endswith("mlp.gate.weight"):
+            weights[name] = weights[name][:1] + 2e-8 * torch.randn(weights[name].shape, generator=generator)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -117,6 +141,18 @@ class Reference:
 
         with torch.no_grad():
             return self.model(torch.tensor([list(map(int, token_ids))])).logits[0].numpy()
+
+    def experts(self, token_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """What the routers of a mixture choose, ascending: int64 [T, layers with experts, experts a token]; and by how
+        much the last one chosen beats the first that is not, in logits: float32 [T, layers with experts]."""
+        import torch
+
+        with torch.no_grad():
+            logits = self.model(torch.tensor([list(map(int, token_ids))]), output_router_logits=True).router_logits
+        num_chosen = self.model.config.num_experts_per_tok
+        best = torch.stack([each.view(len(token_ids), -1) for each in logits], 1).topk(num_chosen + 1)
+        margins = best.values[..., -2] - best.values[..., -1]
+        return best.indices[..., :num_chosen].sort(-1).values.numpy(), margins.numpy()
 
     def logprobs(self, token_ids: Sequence[int], temperature: float = 1.0) -> np.ndarray:
         """float64 [T - 1], log-probability of each token after the first."""

@@ -1,4 +1,4 @@
-"""A tiny Qwen3 with random weights and a character tokenizer: what a warm start begins from.
+"""A tiny Qwen3 (or Qwen3-MoE) with random weights and a character tokenizer: what a warm start begins from.
 
 Run as a program in a process of its own, since it imports torch:
 `python -m forge_async.backends.tiny_model FOLDER SHAPE`, where SHAPE is the JSON of a TinyShape.
@@ -10,6 +10,7 @@ import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from forge_async.backends.hf_renderer import BOS_ID, CHARACTERS, EOS_ID, PAD_ID, write_char_tokenizer
 
@@ -28,13 +29,25 @@ class TinyShape:
     seed: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinyMixture(TinyShape):
+    """Sizes of a tiny mixture of experts, in every layer."""
+
+    experts: int
+    experts_per_token: int
+    expert_ffn: int
+
+
 def write_tiny_model(folder: Path, shape: TinyShape) -> None:
     """Write a Hugging Face folder with random weights: normal, standard deviation 0.02, norms 1."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
     torch.manual_seed(shape.seed)
-    config = Qwen3Config(
+    is_mixture = isinstance(shape, TinyMixture)
+    config_class: Any = Qwen3MoeConfig if is_mixture else Qwen3Config
+    config = config_class(
+        **(_mixture(shape) if is_mixture else {}),
         vocab_size=len(CHARACTERS) + 3,
         hidden_size=shape.dim,
         num_hidden_layers=shape.layers,
@@ -50,8 +63,17 @@ def write_tiny_model(folder: Path, shape: TinyShape) -> None:
         bos_token_id=BOS_ID,
         eos_token_id=EOS_ID,
     )
-    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     write_char_tokenizer(folder)
+
+
+def _mixture(shape: TinyMixture) -> dict[str, Any]:
+    return {
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "moe_intermediate_size": shape.expert_ffn,
+        "norm_topk_prob": True,
+    }
 
 
 def to_json(shape: TinyShape) -> str:
@@ -60,4 +82,5 @@ def to_json(shape: TinyShape) -> str:
 
 
 if __name__ == "__main__":
-    write_tiny_model(Path(sys.argv[1]), TinyShape(**json.loads(sys.argv[2])))
+    sizes = json.loads(sys.argv[2])
+    write_tiny_model(Path(sys.argv[1]), TinyMixture(**sizes) if "experts" in sizes else TinyShape(**sizes))

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
@@ -22,7 +23,7 @@ from torchtitan.tools import utils as titan_utils
 
 from forge_async.backends import titan_lora
 from forge_async.core.errors import ConfigError
-from forge_async.learner.settings import LearnerSettings, LoraSettings
+from forge_async.learner.settings import LearnerSettings, LoraSettings, OptimizerSettings
 from forge_async.weights.adapters import base_folder, is_peft_folder, merge_all, read_peft
 
 
@@ -48,6 +49,17 @@ def load_model(
     _load_weights(model, adapter, folder, device)
     titan_lora.initialise(model, seed)
     return model, adapter
+
+
+def schedule_config(optimizer: OptimizerSettings) -> LRSchedulersContainer.Config:
+    """The learning rate over a run, in torchtitan's words."""
+    constant = optimizer.decay == "constant"
+    return LRSchedulersContainer.Config(
+        warmup_steps=optimizer.warmup_steps,
+        decay_ratio=0.0 if constant else None,
+        decay_type="linear" if constant else optimizer.decay,  # pyright: ignore[reportArgumentType]
+        min_lr_factor=optimizer.min_lr_factor,
+    )
 
 
 def check_same_tokens(folder: Path, teacher: Path) -> None:

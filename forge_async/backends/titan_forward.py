@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from forge_async.backends import titan_cpu
+from forge_async.backends import titan_cpu, titan_moe
 
 # isort: split
 import torch
@@ -30,11 +30,12 @@ def forward(model: Any, columns: dict[str, torch.Tensor], wanted: Wanted) -> For
 
     Args:
         model: torchtitan's, whole or sharded; collective when sharded.
-        columns: token_ids, positions and targets, int64 [B, L]; kept_set, int64 [B, L, K], where the sampler left
-            tokens out.
+        columns: token_ids, positions and targets, int64 [B, L]; mask, float32 [B, L]; kept_set, int64 [B, L, K], where
+            the sampler left tokens out; routed_experts, integer [B, L, layers with experts, K], where they are forced.
         wanted: temperature, whether entropy is wanted, and how many tokens' logits may be held at a time.
     """
     positions, targets, kept_set = columns["positions"], columns["targets"], columns.get("kept_set")
+    titan_moe.set_routing(model, columns.get("routed_experts"), columns["mask"] > 0)
     masks = titan_cpu.attention_masks(positions) if titan_cpu.ON_CPU else model.get_attention_masks(positions)
     with _head_gives(model.lm_head, lambda project, hidden: token_scores(project, hidden, targets, wanted, kept_set)):
         logprobs, entropy = model(columns["token_ids"], attention_masks=masks, positions=positions)

@@ -8,21 +8,19 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from forge_async.backends import titan_cpu
+from forge_async.backends import titan_cpu, titan_moe
 
 # isort: split
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import CommConfig, DebugConfig, ParallelismConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan_distributed
@@ -30,9 +28,10 @@ from torchtitan.tools import utils as titan_utils
 
 from forge_async.backends import titan_lora, titan_state
 from forge_async.backends.model_writer import write_model
-from forge_async.backends.titan_build import check_same_tokens, load_model
+from forge_async.backends.titan_build import check_same_tokens, load_model, schedule_config
 from forge_async.backends.titan_forward import forward
 from forge_async.backends.titan_values import ValueHead
+from forge_async.backends.titan_weights import NamedWeights
 from forge_async.core.errors import ConfigError, NonFiniteError
 from forge_async.core.versions import PolicyVersion
 from forge_async.learner.batch import Share
@@ -40,14 +39,15 @@ from forge_async.learner.counts import Counts
 from forge_async.learner.figures import step_figures, total_loss
 from forge_async.learner.inputs import LossInputs
 from forge_async.learner.loss import Loss, LossTerms
+from forge_async.learner.mixture import load_figures
 from forge_async.learner.ports import StepResult
-from forge_async.learner.rows import COLUMNS, Rows, build_micro_batches, sequence_rows
+from forge_async.learner.rows import COLUMNS, OPTIONAL_COLUMNS, Rows, build_micro_batches, sequence_rows
 from forge_async.learner.settings import LearnerSettings, LoraSettings, OptimizerSettings
 from forge_async.learner.token_scores import Wanted
 from forge_async.learner.totals import NOBODY, Figures, StepTotals, first_bad_sample, merge_updates, not_finite
-from forge_async.weights.adapters import LORA_B, is_adapter, merged
+from forge_async.weights.adapters import is_adapter
 from forge_async.weights.manifest import Part
-from forge_async.weights.packing import LocalShard, Packer
+from forge_async.weights.packing import Packer
 
 Known: TypeAlias = dict[str, torch.Tensor]
 """Fields of LossInputs for a micro-batch, [B, L] each."""
@@ -88,7 +88,6 @@ class TitanLearner:
         self.version = version or PolicyVersion()
         self._folder, self._loss, self._settings, self._optimizer_settings = model_folder, loss, learner, optimizer
         self._wanted = Wanted(temperature=temperature, chunk_tokens=learner.logit_chunk_tokens)
-        self._publish_dtype: torch.dtype = getattr(torch, publish_dtype)
         if titan_cpu.ON_CPU:
             torch.set_num_threads(1)
         self._device = titan_utils.get_local_device()
@@ -96,14 +95,21 @@ class TitanLearner:
         self._dims, self._in_context = self._set_up_distributed(seed)
         self._lora, self._merges = lora if lora and lora.rank else None, merge_adapters
         self._scale = self._lora.scale if self._lora else 1.0
-        self._model, self._adapter = load_model(
+        self._model, names = load_model(
             model_folder, learner, self._parallelism, self._dims, self._device, lora=self._lora, seed=seed
         )
         self._optimizer = default_adamw(
             lr=optimizer.lr, betas=(optimizer.beta1, optimizer.beta2), weight_decay=optimizer.weight_decay
         ).build(model_parts=[self._model])
-        self._schedule = _schedule_config(optimizer).build(optimizers=self._optimizer, training_steps=total_steps)
-        self._named: list[tuple[str, Any]] | None = None
+        self._schedule = schedule_config(optimizer).build(optimizers=self._optimizer, training_steps=total_steps)
+        self._weights = NamedWeights(
+            self._model,
+            names,
+            rank=self.rank,
+            dtype=getattr(torch, publish_dtype),
+            lora_scale=self._scale,
+            merges=merge_adapters,
+        )
         self._packer, self._adapter_packer = Packer(self.rank), Packer(self.rank)
         self.base = ""
         """The version whose snapshot holds what is frozen, so that later ones hold adapters only; "" before it."""
@@ -130,6 +136,7 @@ class TitanLearner:
     def train(self, share: Share) -> StepResult:
         begun, counts = time.perf_counter(), share.counts
         parts, updates, grad_norm = self._prepared(share), [], 0.0
+        titan_moe.take_load(self._model)
         for update in range(self._settings.updates_per_batch):
             totals, blamed = StepTotals(), NOBODY
             own_counts, batches = parts[update % len(parts)]
@@ -154,15 +161,17 @@ class TitanLearner:
             mismatch_kl=sums["mismatch_kl"] / num_tokens,
             logprob_diff_max=maxima["logprob_diff"],
             compute_s=time.perf_counter() - begun,
-            figures=step_figures(sums, maxima, counts) | {"staleness/extra_updates": len(updates) - 1.0},
+            figures=step_figures(sums, maxima, counts)
+            | self._router_figures()
+            | {"staleness/extra_updates": len(updates) - 1.0},
         )
 
     def snapshot(self, blob: torch.Tensor | None = None) -> tuple[Part, torch.Tensor]:
         if self.base:
-            return self._adapter_packer.pack(self._local_shards(is_adapter), blob)
+            return self._adapter_packer.pack(self._weights.shards(is_adapter), blob)
         if self._lora and not self._merges:
             self.base = str(self.version)
-        return self._packer.pack(self._local_shards(_all), blob)
+        return self._packer.pack(self._weights.shards(_all), blob)
 
     def forget_base(self) -> None:
         """Whoever has the last whole snapshot is gone: the next one is whole again."""
@@ -180,7 +189,7 @@ class TitanLearner:
 
     def save(self, folder: Path) -> None:
         alone, weights = self._lora is not None and not self._merges, {}
-        for name, tensor in self._full_weights(is_adapter if alone else _all):
+        for name, tensor in self._weights.full(is_adapter if alone else _all):
             if self.rank == 0:  # each is put together on all ranks; only one keeps it
                 weights[name] = tensor.cpu().clone()
         if self.rank != 0:
@@ -200,7 +209,7 @@ class TitanLearner:
 
     def digest(self) -> str:
         found = hashlib.sha256()
-        for name, tensor in self._full_weights(_all):
+        for name, tensor in self._weights.full():
             found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             found.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
         return found.hexdigest()
@@ -249,8 +258,14 @@ class TitanLearner:
         sums = dict(zip(totals.sums, self._sum_over_ranks(totals.sum_values()), strict=True))
         return sums, {name: self._max_over_ranks(value) for name, value in totals.maxima.items()}
 
+    def _router_figures(self) -> dict[str, float]:
+        load = titan_moe.take_load(self._model)
+        if load is None:
+            return {}
+        return load_figures(np.reshape(self._sum_over_ranks(load.flatten().double()), load.shape))
+
     def _to_device(self, rows: Rows) -> dict[str, torch.Tensor]:
-        names = COLUMNS if rows.kept_set is None else (*COLUMNS, "kept_set")
+        names = COLUMNS + tuple(name for name in OPTIONAL_COLUMNS if getattr(rows, name) is not None)
         columns = {name: torch.from_numpy(getattr(rows, name)) for name in names}
         return {name: column.to(self._device) for name, column in columns.items()}
 
@@ -285,11 +300,13 @@ class TitanLearner:
 
     def _inputs(self, columns: dict[str, torch.Tensor], num_segments: int, known: Known, update: int) -> LossInputs:
         entropy = "gradient" if self._loss.settings.entropy_weight else "figure" if self._loss.needs_entropy else "none"
+        # Another model chooses its experts itself: its distribution is what it would give.
+        plain = {name: column for name, column in columns.items() if name != "routed_experts"}
         with torch.no_grad():
-            frozen = {name: forward(model, columns, self._wanted).logprobs for name, model in self._frozen.items()}
-            if self._is_own_reference:
+            frozen = {name: forward(model, plain, self._wanted).logprobs for name, model in self._frozen.items()}
+            if self._loss.needs_reference and self._lora:
                 with titan_lora.without_adapters(self._model):
-                    frozen["reference_logprobs"] = forward(self._model, columns, self._wanted).logprobs
+                    frozen["reference_logprobs"] = forward(self._model, plain, self._wanted).logprobs
         found = forward(self._model, columns, replace(self._wanted, entropy=entropy))
         ages = (self.version.step + update - columns["steps"]).clamp(min=0) * (columns["steps"] >= 0)
         given = {"advantages": columns["advantages"]} | frozen | known
@@ -336,44 +353,6 @@ class TitanLearner:
             raise NonFiniteError(not_finite(step, loss, float(norm), share.group_indices, sample))
         return float(norm)
 
-    def _named_parameters(self) -> list[tuple[str, Any]]:
-        """(Hugging Face name, parameter), sorted; the tensors are those that the optimiser changes in place."""
-        if self._named is None:
-            state = self._model.state_dict()
-            self._named = sorted((self._adapter.to_hf(state) | dict(titan_lora.adapters(state, self._adapter))).items())
-        return self._named
-
-    def _local_shards(self, wanted: Callable[[str], bool]) -> Iterator[LocalShard]:
-        """This rank's boxes of the parameters whose names are wanted, as they are published."""
-        whole = dict(self._full_weights(is_adapter)) if self._merges else {}
-        products = titan_lora.products(whole, self._scale)
-        for name, parameter in self._named_parameters():
-            if not wanted(name) or (self._merges and is_adapter(name)):
-                continue
-            tensor = parameter.detach()
-            shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
-            if isinstance(tensor, DTensor):
-                if not _holds_first_copy(tensor):
-                    continue
-                _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-                tensor = tensor.to_local()
-            elif self.rank != 0:
-                continue
-            if name in products:
-                (a, b), (rows, columns) = products[name], zip(offsets, tensor.shape, strict=True)
-                tensor = merged(tensor, a.narrow(1, *columns), b.narrow(0, *rows))
-            elif name.endswith(LORA_B):
-                tensor = tensor * self._scale
-            yield LocalShard(
-                name=name, tensor=tensor.to(self._publish_dtype), global_shape=shape, offsets=tuple(offsets)
-            )
-
-    def _full_weights(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._named_parameters():
-            if wanted(name):
-                tensor = parameter.detach()
-                yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
     def _blamed_on_any_rank(self, blamed: tuple[int, int]) -> tuple[int, int]:
         """One rank's sample for all of them, so that every rank's error says the same."""
         shift = 2**20  # samples of a group stay below it; float64 holds the pair exactly
@@ -401,22 +380,3 @@ class TitanLearner:
 
 def _all(_name: str) -> bool:
     return True
-
-
-def _schedule_config(optimizer: OptimizerSettings) -> LRSchedulersContainer.Config:
-    constant = optimizer.decay == "constant"
-    return LRSchedulersContainer.Config(
-        warmup_steps=optimizer.warmup_steps,
-        decay_ratio=0.0 if constant else None,
-        decay_type="linear" if constant else optimizer.decay,  # pyright: ignore[reportArgumentType]
-        min_lr_factor=optimizer.min_lr_factor,
-    )
-
-
-def _holds_first_copy(tensor: DTensor) -> bool:
-    """Is this rank the one that speaks for its shard, among those that hold the same one?"""
-    coordinate = tensor.device_mesh.get_coordinate() or ()
-    return all(
-        not isinstance(placement, Replicate) or place == 0
-        for placement, place in zip(tensor.placements, coordinate, strict=True)
-    )

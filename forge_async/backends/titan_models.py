@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge_async.backends import titan_cpu  # noqa: F401 - before any other part of torchtitan
+from forge_async.backends import titan_cpu, titan_moe  # before any other part of torchtitan
 from forge_async.core.errors import ConfigError
 
 # isort: split
@@ -67,7 +67,7 @@ def model_spec(folder: Path) -> ModelSpec:
     Raises ConfigError for an architecture that is not supported.
     """
     config = read_config(folder)
-    builders = {"qwen3": _qwen3_spec, "llama": _llama_spec}
+    builders = {"qwen3": _qwen3_spec, "llama": _llama_spec, "qwen3_moe": _qwen3_spec}
     kind = config.get("model_type", "")
     if kind not in builders:
         raise ConfigError(
@@ -104,17 +104,21 @@ def _embeddings(config: dict[str, Any], package: Any) -> dict[str, Any]:
 def _qwen3_spec(config: dict[str, Any]) -> ModelSpec:
     dim = config["hidden_size"]
     head_dim = config.get("head_dim") or dim // config["num_attention_heads"]
-    layers = qwen3._build_qwen3_layers(
-        n_layers=config["num_hidden_layers"],
-        dim=dim,
-        n_heads=config["num_attention_heads"],
-        n_kv_heads=config["num_key_value_heads"],
-        head_dim=head_dim,
-        hidden_dim=config["intermediate_size"],
-        fuse_qkv=False,
-        attn_backend=ATTENTION,
-        rope=CosSinRoPE.Config(dim=head_dim, max_seq_len=config["max_position_embeddings"], theta=_rope_theta(config)),
-    )
+    common = {
+        "n_layers": config["num_hidden_layers"],
+        "dim": dim,
+        "n_heads": config["num_attention_heads"],
+        "n_kv_heads": config["num_key_value_heads"],
+        "head_dim": head_dim,
+        "fuse_qkv": False,
+        "attn_backend": ATTENTION,
+        "rope": CosSinRoPE.Config(
+            dim=head_dim, max_seq_len=config["max_position_embeddings"], theta=_rope_theta(config)
+        ),
+    }
+    layers: list[Any] = list(qwen3._build_qwen3_layers(**common, hidden_dim=config["intermediate_size"]))
+    if config["model_type"] == "qwen3_moe":
+        layers = titan_moe.moe_layers(config, common, layers)
     model = qwen3.Qwen3Model.Config(layers=layers, norm=qwen3._qwen3_norm(dim), **_embeddings(config, qwen3))
     return _spec("qwen3", model, config, qwen3.parallelize_qwen3, qwen3.Qwen3StateDictAdapter)
 

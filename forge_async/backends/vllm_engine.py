@@ -20,9 +20,11 @@ import numpy as np
 
 from forge_async.backends.hf_renderer import HfRenderer
 from forge_async.backends.vllm_adapter import AdapterSlot, adapters_of, engine_arguments
+from forge_async.backends.vllm_experts import expert_places
 from forge_async.backends.vllm_inside import Inside
 from forge_async.backends.vllm_process import prepare
 from forge_async.backends.vllm_rank_weights import RankWeights, build_on_ranks
+from forge_async.backends.vllm_routing import RoutingRecorder
 from forge_async.core import kept_sets
 from forge_async.core.errors import PolicyError, WeightsError
 from forge_async.core.packages import require
@@ -66,7 +68,7 @@ class VllmEngine:
         """
         begun = time.perf_counter()
         require("vllm", feature="the policy engine")
-        on_cpu = prepare(settings.compile)
+        on_cpu = prepare(settings.compile, keeps_routing=settings.keep_routing)
         from vllm import EngineArgs, LLMEngine
         from vllm.exceptions import VLLMError
         from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -94,12 +96,16 @@ class VllmEngine:
         self._finished: list[GenerationResult] = []
         """Requests that finished while `score` stepped the engine."""
         self._inverse: dict[str, tuple[str, int, int]] | None = None
+        self._experts = {} if ranks else expert_places(self._model())
+        self._routing = RoutingRecorder(self._engine) if settings.keep_routing else None
 
     def add(self, requests: Sequence[GenerationRequest]) -> dict[str, str]:
         refused: dict[str, str] = {}
         for request in requests:
             try:
                 self._enqueue(request.id, request.prompt_token_ids, self._params(request), salt=self._salt)
+                if self._routing:
+                    self._routing.expect(request.id, len(request.prompt_token_ids))
                 if request.sampling.stop_strings:
                     self._inside.watch(request.id, lambda request=request: self._watcher(request))
             except self._refusals as error:
@@ -120,6 +126,9 @@ class VllmEngine:
         wanted = list(ids)
         results = [result for result in self._finished if result.id in wanted]
         self._finished = [result for result in self._finished if result.id not in wanted]
+        if self._routing:
+            for id in wanted:
+                self._routing.hold(id)
         return results + [self._result(id, rows) for id in wanted if (rows := self._inside.end(id))]
 
     def num_unfinished(self) -> int:
@@ -143,10 +152,16 @@ class VllmEngine:
         if self._ranks is not None:
             self._ranks.load()
             return
-        items = list((weights or {}).items())
-        self._engine.collective_rpc(
-            lambda worker: len(worker.get_model().load_weights(iter(items)))  # pyright: ignore[reportCallIssue]
-        )
+        whole, adapter = adapters_of(weights or {})
+        items = [item for item in whole.items() if item[0] not in self._experts]
+        if items:
+            self._engine.collective_rpc(
+                lambda worker: len(worker.get_model().load_weights(iter(items)))  # pyright: ignore[reportCallIssue]
+            )
+        for name in whole.keys() & self._experts.keys():
+            self._experts[name].write(whole[name])
+        if self._slot:
+            self._slot.write(adapter)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
         names = list(names)
@@ -161,6 +176,9 @@ class VllmEngine:
         model = self._model()
         parameters = _parameters(model)
         for name in names:
+            if name in self._experts:
+                yield name, self._experts[name].read()
+                continue
             stored, start, rows = self._inverse_map(model).get(name, (name, 0, None))
             if stored in parameters:
                 tensor = parameters[stored].detach()
@@ -207,9 +225,8 @@ class VllmEngine:
         parameters, inverse = _parameters(model), self._inverse_map(model)
         for name, tensor in whole.items():
             stored, _, rows = inverse.get(name, (name, 0, None))
-            if stored not in parameters:
+            if (held := self._experts.get(name) or parameters.get(stored)) is None:
                 continue
-            held = parameters[stored]
             shape = tuple(held.shape) if rows is None else (rows, *held.shape[1:])
             if tuple(tensor.shape) != shape or tensor.dtype != held.dtype:
                 raise WeightsError(
@@ -248,6 +265,7 @@ class VllmEngine:
         rows = sorted(outputs, key=lambda row: row.index)
         lengths = np.array([len(row.token_ids) for row in rows], dtype=np.int32)
         logprobs, kept_set = _logprobs(rows, self._vocab_size)
+        routed = self._routing.take(id, lengths.tolist()) if self._routing else None
         return GenerationResult(
             id=id,
             completions=Completions(
@@ -258,6 +276,7 @@ class VllmEngine:
                 truncated=np.array([row.finish_reason == "length" for row in rows]),
                 cut=np.array([row.finish_reason == "abort" for row in rows]),
                 kept_set=kept_set,
+                routed_experts=routed,
             ),
         )
 
@@ -292,6 +311,8 @@ def _arguments(model_folder: str, settings: PolicySettings, seed: int, on_cpu: b
         "enable_prefix_caching": settings.prefix_cache,
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": -1,  # what is asked for is bounded by the request's top_k
+        # Of vLLM's kernels on a GPU the one that keeps experts as plain matrices, to be loaded and read back.
+        "moe_backend": "auto" if on_cpu else "triton",
         "disable_log_stats": True,
         "seed": seed,
     }

@@ -17,12 +17,14 @@ CPU_ENVIRONMENT = {
 }
 
 
-def prepare(compiles: bool) -> bool:
+def prepare(compiles: bool, *, keeps_routing: bool = False) -> bool:
     """Set the environment, import vLLM and leave its linear layers unpacked; returns whether this is a CPU."""
     import torch
 
     on_cpu = not torch.cuda.is_available()
     os.environ.update(ENVIRONMENT)
+    if keeps_routing:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the second has no place for a recorder
     if on_cpu:
         os.environ.update({k: v for k, v in CPU_ENVIRONMENT.items() if not (compiles and "DYNAMO" in k)})
         import vllm._custom_ops as custom_ops

@@ -175,6 +175,21 @@ def parallel_divides(config: Config) -> str | None:
     return None
 
 
+def tiny_model_is_made(config: Config) -> str | None:
+    """What the tiny model is matters only where one is made."""
+    path, tiny = config.model.path, config.model.tiny
+    if path and tiny != "dense":
+        return f"model.tiny={tiny} is for the warm start, and model.path={path} is given; leave one of them out."
+    return None
+
+
+def routing_is_seen(config: Config) -> str | None:
+    """A compiled model runs without the calls that tell which experts were chosen."""
+    if config.policy.keep_routing and config.policy.compile:
+        return "policy.keep_routing=true cannot see the routing of policy.compile=true; leave one of them out."
+    return None
+
+
 def batch_divides(config: Config) -> str | None:
     """Every data-parallel rank takes the same number of groups."""
     groups, ranks = config.root.groups_per_step, config.learner.ranks // config.learner.tensor_parallel
@@ -368,6 +383,8 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     adapters_have_places,
     adapters_can_travel,
     parallel_divides,
+    tiny_model_is_made,
+    routing_is_seen,
     batch_divides,
     group_has_baseline,
     completion_fits,

@@ -30,7 +30,6 @@ class NotBuilt:
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt(key="weights.transport", allowed=("auto", "shm", "rpc", "filesystem", "http")),
-    NotBuilt(key="learner.expert_parallel", allowed=(1,)),
 )
 """The one list of what exists as a word but does not run yet."""
 

@@ -69,6 +69,9 @@ class Completions:
     kept_set: np.ndarray | None = None
     """int32 [sum of lengths, K], the ids that each token was sampled from, -1 padded, where top-p or top-k left some
     out; None: the whole vocabulary. `logprobs` are renormalised over them. A row without an id: too many to record."""
+    routed_experts: np.ndarray | None = None
+    """uint8 or int16 [n * prompt tokens + sum of lengths, layers, experts a token]: the experts that the tokens of each
+    completion took (`core/routing.py`), those of its prompt before them, completion after completion."""
 
     def bounds(self) -> np.ndarray:
         """int64 [n + 1], where each completion starts on the flat axis, and the end."""
@@ -99,7 +102,7 @@ class Samples:
     """Optional: the sampler's kept token ids (top-p, top-k), int32 [T, K], -1 padded. Where loss_mask is true there is
     at least one: `logprobs` are renormalised over them, and so the learner's must be."""
     routed_experts: np.ndarray | None = None
-    """Optional: experts chosen while sampling, uint8 or int16 [T, layers, experts a token]."""
+    """Optional: experts chosen while sampling, uint8 or int16 [T, layers, experts a token] (`core/routing.py`)."""
     schema: int = SCHEMA
 
     def __len__(self) -> int:

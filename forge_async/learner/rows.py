@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from forge_async.core import routing
 from forge_async.core.kept_sets import NONE
 from forge_async.core.records import Samples
 from forge_async.core.versions import NOT_SAMPLED
@@ -14,6 +15,8 @@ from forge_async.learner.layout import MicroBatch
 
 COLUMNS = ("token_ids", "positions", "targets", "mask", "behaviour_logprobs", "advantages", "steps", "segments")
 """The fields of Rows that are arrays of every micro-batch."""
+OPTIONAL_COLUMNS = ("kept_set", "routed_experts")
+"""The fields of Rows that are arrays of some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,8 @@ class Rows:
     """Which sample of the share each segment is; the padding has none."""
     kept_set: np.ndarray | None = None
     """int64 [B, L, K], the ids that the next token was sampled from, -1 padded; None: the whole vocabulary."""
+    routed_experts: np.ndarray | None = None
+    """uint8 or int16 [B, L, layers, experts a token] (`core/routing.py`), of the token itself; unknown in padding."""
 
     @property
     def num_segments(self) -> int:
@@ -103,6 +108,7 @@ def _fill(samples: Samples, rows: MicroBatch) -> Rows:
     steps, segments = np.full(shape, NOT_SAMPLED, np.int64), np.full(shape, len(order), np.int64)
     sets = np.zeros((0, 0), np.int32) if samples.kept_set is None else samples.kept_set
     kept_set = np.full((*shape, sets.shape[1]), NONE, np.int64)
+    routed = None if samples.routed_experts is None else _unrouted(shape, samples.routed_experts)
     made_by, numbers = samples.versions.per_token_steps(), iter(range(len(order)))
     for b, row in enumerate(rows):
         column = 0
@@ -120,6 +126,8 @@ def _fill(samples: Samples, rows: MicroBatch) -> Rows:
             segments[b, here] = next(numbers)
             if len(sets):
                 kept_set[b, ahead] = sets[start + 1 : stop]
+            if routed is not None and samples.routed_experts is not None:
+                routed[b, here] = samples.routed_experts[start:stop]
             column += count
         positions[b, column:] = np.arange(width - column)
     return Rows(
@@ -133,4 +141,10 @@ def _fill(samples: Samples, rows: MicroBatch) -> Rows:
         segments=segments,
         sample_indices=order,
         kept_set=kept_set if len(sets) else None,
+        routed_experts=routed,
     )
+
+
+def _unrouted(shape: tuple[int, int], like: np.ndarray) -> np.ndarray:
+    """[B, L, layers, experts a token], all unknown."""
+    return routing.unknown(shape[0] * shape[1], like).reshape(*shape, *like.shape[1:])

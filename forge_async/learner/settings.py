@@ -14,6 +14,11 @@ class ModelSettings:
     path: str = setting(
         "", "Hugging Face folder or hub name; empty: the tiny warm start of the task, made once and cached"
     )
+    tiny: str = setting(
+        "dense",
+        "what the tiny warm start is, where model.path is empty; moe: a mixture of experts",
+        choices=("dense", "moe"),
+    )
 
 
 ATTENTION_TOKENS = 4096

@@ -133,6 +133,16 @@ VALUE_EXPLAINED = _sometimes(
     "value/explained_fraction", "", "share of the returns' variance that the values explained before the step"
 )
 EXTRA_UPDATES = _sometimes("staleness/extra_updates", "updates", "optimiser steps on the batch after its first")
+ROUTER_SHARE_MAX = _sometimes(
+    "router/share_max",
+    "",
+    "largest share of a layer's choices of experts, over the loss tokens, that one got",
+)
+ROUTER_ENTROPY = _sometimes(
+    "router/entropy_fraction",
+    "",
+    "entropy of the choices of experts over that of an even use, mean of layers",
+)
 ZERO_ADVANTAGE = _sometimes("advantage/zero_fraction", "", "share of the batch's samples whose advantages are all 0")
 
 REQUIRED = tuple(name for name, metric in METRICS.items() if metric.required)

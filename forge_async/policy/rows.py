@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forge_async.core import kept_sets
+from forge_async.core import kept_sets, routing
 from forge_async.core.errors import PolicyError
 from forge_async.core.records import Completions
 from forge_async.core.rng import derive_seed
@@ -30,6 +30,8 @@ class Row:
     cut: bool
     kept_set: np.ndarray | None = None
     """int32 [T, K], -1 padded, where the sampler left tokens out."""
+    routed_experts: np.ndarray | None = None
+    """[prompt tokens + T, layers, experts a token], where the engine records them."""
 
 
 EMPTY = Row(
@@ -44,7 +46,7 @@ EMPTY = Row(
 
 def rows_of(completions: Completions) -> list[Row]:
     """The completions one by one."""
-    edges = completions.bounds().tolist()
+    edges, routed = completions.bounds().tolist(), _routed_of_rows(completions)
     return [
         Row(
             token_ids=completions.token_ids[start:stop],
@@ -53,6 +55,7 @@ def rows_of(completions: Completions) -> list[Row]:
             truncated=bool(completions.truncated[number]),
             cut=bool(completions.cut[number]),
             kept_set=None if completions.kept_set is None else completions.kept_set[start:stop],
+            routed_experts=routed[number],
         )
         for number, (start, stop) in enumerate(zip(edges[:-1], edges[1:], strict=True))
     ]
@@ -68,6 +71,7 @@ def completions_of(rows: Sequence[Row]) -> Completions:
         truncated=np.array([row.truncated for row in rows]),
         cut=np.array([row.cut for row in rows]),
         kept_set=_laid_together(rows),
+        routed_experts=_routed_together(rows),
     )
 
 
@@ -150,11 +154,28 @@ def _stitched(given: Row, made: Row) -> Row:
         truncated=made.truncated,
         cut=made.cut,
         kept_set=_laid_together([given, made]),
+        routed_experts=routing.later(given.routed_experts, made.routed_experts),
     )
 
 
 def _laid_together(rows: Sequence[Row]) -> np.ndarray | None:
     return kept_sets.lay_together([row.kept_set for row in rows], [len(row.token_ids) for row in rows])
+
+
+def _routed_of_rows(completions: Completions) -> list[np.ndarray | None]:
+    """The record of each completion, its prompt's included."""
+    routed, lengths = completions.routed_experts, completions.lengths.astype(np.int64)
+    if routed is None:
+        return [None] * len(lengths)
+    num_prompt = (len(routed) - int(lengths.sum())) // len(lengths)
+    return list(np.split(routed, np.cumsum(lengths + num_prompt)[:-1]))
+
+
+def _routed_together(rows: Sequence[Row]) -> np.ndarray | None:
+    """Records end to end; a row without one, which was cut before it began, has the prompt's length of unknown ones."""
+    parts = [row.routed_experts for row in rows]
+    prompts = [len(part) - len(row.token_ids) for row, part in zip(rows, parts, strict=True) if part is not None]
+    return routing.lay_together(parts, [max(prompts, default=0) + len(row.token_ids) for row in rows])
 
 
 def _runs(versions: VersionRuns) -> Iterator[tuple[int, int, int]]:

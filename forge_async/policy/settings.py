@@ -26,6 +26,11 @@ class PolicySettings:
     block_tokens: int = setting(32, "tokens of a KV block; a multiple of 32 on CPU", unit="tokens", low=16)
     prefix_cache: bool = setting(True, "reuse the KV of equal prompt prefixes made by the same version")
     compile: bool = setting(False, "compile the engine's model; slower to start")
+    keep_routing: bool = setting(
+        False,
+        "mixtures of experts: record which experts each token took while it was sampled, and have the learner's tokens "
+        "take the same; one byte for each layer and expert of a token travels with it",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,4 +42,5 @@ def samples_of_turn(prompt_token_ids: np.ndarray, completions: Completions, adva
         advantages=per_token,
         versions=completions.versions.behind_prompts(completions.bounds(), num_prompt),
         kept_set=kept_set,
+        routed_experts=completions.routed_experts,
     )

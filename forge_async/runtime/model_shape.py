@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from forge_async.core.errors import ConfigError
+from forge_async.learner.mixture import has_experts, num_experts
 
-ARCHITECTURES = ("qwen3", "llama")
+ARCHITECTURES = ("qwen3", "qwen3_moe", "llama")
 """Values of `model_type` that the learner can train; `backends/titan_models.py` builds them."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -31,16 +32,24 @@ class ModelShape:
     """Longest sequence that the model was made for, in tokens."""
     tied: bool
     """Whether the head shares the embedding's weights."""
+    num_experts: int = 0
+    """Experts of a layer that has them; 0: the model is dense."""
+    expert_size: int = 0
+    """Intermediate size of one expert."""
+    num_expert_layers: int = 0
+    """Layers with experts in place of one feed-forward network."""
 
     @property
     def num_parameters(self) -> int:
         """Of the whole model, shared ones counted once."""
         query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * query + 2 * key_value)
-        norms = 2 * self.hidden_size + (2 * self.head_dim if self.kind == "qwen3" else 0)
-        layer = attention + 3 * self.hidden_size * self.intermediate_size + norms
+        norms = 2 * self.hidden_size + (2 * self.head_dim if self.kind.startswith("qwen3") else 0)
+        dense = 3 * self.hidden_size * self.intermediate_size
+        mixture = self.num_experts * self.hidden_size * (3 * self.expert_size + 1)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
-        return embeddings + self.num_layers * layer + self.hidden_size
+        layers = self.num_layers * (attention + norms + dense) + self.num_expert_layers * (mixture - dense)
+        return embeddings + layers + self.hidden_size
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Keys and values of one token in all layers."""
@@ -93,7 +102,17 @@ def _shape(config: dict[str, Any]) -> ModelShape:
         vocab_size=int(config["vocab_size"]),
         max_positions=int(config["max_position_embeddings"]),
         tied=bool(config.get("tie_word_embeddings")),
+        **(_mixture(config) if config["model_type"] == "qwen3_moe" else {}),
     )
+
+
+def _mixture(config: dict[str, Any]) -> dict[str, int]:
+    layers = range(int(config["num_hidden_layers"]))
+    return {
+        "num_experts": num_experts(config),
+        "expert_size": int(config["moe_intermediate_size"]),
+        "num_expert_layers": sum(has_experts(config, layer) for layer in layers),
+    }
 
 
 def _check_architecture(config: dict[str, Any], name: str) -> None:
@@ -102,7 +121,7 @@ def _check_architecture(config: dict[str, Any], name: str) -> None:
     if kind not in ARCHITECTURES:
         raise ConfigError(
             f"model.path={name} holds a model of type {kind!r}, which the learner cannot train; supported are "
-            f"{' and '.join(ARCHITECTURES)}."
+            f"{', '.join(ARCHITECTURES)}."
         )
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     scaling = rope.get("rope_type") or rope.get("type") or "default"

@@ -86,19 +86,52 @@ def check_shape(config: Config, shape: ModelShape) -> None:
                 f"{key}={config.value(key)} does not divide the model's {shape.num_heads} attention heads; "
                 f"use a divisor, such as {key}=1."
             )
+    check_mixture(config, shape)
+    _check_kv_heads(config, shape)
+    _check_kv_cache(config, shape)
+
+
+def _check_kv_heads(config: Config, shape: ModelShape) -> None:
     ranks, heads = config.policy.tensor_parallel, shape.num_kv_heads
     if max(ranks, heads) % min(ranks, heads):
         raise ConfigError(
             f"policy.tensor_parallel={ranks} neither divides the model's {heads} key-value heads nor is a multiple of "
             "them; use a divisor, such as policy.tensor_parallel=1."
         )
-    if shape.num_kv_heads % config.learner.tensor_parallel:
+    if heads % config.learner.tensor_parallel:
         raise ConfigError(
-            f"learner.tensor_parallel={config.learner.tensor_parallel} does not divide the model's "
-            f"{shape.num_kv_heads} key-value heads, and torchtitan copies none; use a divisor, such as "
-            "learner.tensor_parallel=1."
+            f"learner.tensor_parallel={config.learner.tensor_parallel} does not divide the model's {heads} key-value "
+            "heads, and torchtitan copies none; use a divisor, such as learner.tensor_parallel=1."
         )
-    _check_kv_cache(config, shape)
+
+
+def check_mixture(config: Config, shape: ModelShape) -> None:
+    """Raise ConfigError where a mixture of experts is asked for what it, or a dense model, does not have."""
+    spread, on_gpu = config.learner.expert_parallel, config.job.gpus_per_host > 0
+    if not shape.num_experts:
+        asked = {
+            "policy.keep_routing=true": config.policy.keep_routing,
+            f"learner.expert_parallel={spread}": spread > 1,
+        }
+        for word in (word for word, is_asked in asked.items() if is_asked):
+            raise ConfigError(
+                f"{word} is for mixtures of experts, and the model is a dense {shape.kind}; leave it out."
+            )
+        return
+    if shape.num_experts % spread:
+        raise ConfigError(
+            f"learner.expert_parallel={spread} does not divide the model's {shape.num_experts} experts; "
+            "use a divisor, such as learner.expert_parallel=1."
+        )
+    for key, built in (("policy.tensor_parallel", 1), ("learner.tensor_parallel", 1), ("learner.compile", False)):
+        if (value := config.value(key)) != built:
+            asked, remedy = (f"{key}={str(each).lower()}" for each in (value, built))
+            raise ConfigError(f"{asked} is not built for mixtures of experts; use {remedy}.")
+    if not on_gpu and shape.hidden_size % 32:
+        raise ConfigError(
+            f"The model's hidden_size={shape.hidden_size} is no multiple of 32, as experts need it on CPU; "
+            "give another model.path."
+        )
 
 
 def _check_kv_cache(config: Config, shape: ModelShape) -> None:

@@ -11,10 +11,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from forge_async.backends.tiny_model import TinyShape, to_json
+from forge_async.backends.tiny_model import TinyMixture, TinyShape, to_json
 from forge_async.config.schema import Config
 from forge_async.core.errors import ConfigError
 from forge_async.core.paths import cache_dir, new_folder
@@ -70,18 +70,28 @@ def ensure_warm_start(config: Config, say: Callable[[str], None] = print) -> Pat
     if not target.exists():
         say(f"making the warm start in {target} (once, about a minute)")
         with new_folder(target) as partial:
-            _make(config, WARM_STARTS[config.task.name], partial)
+            _make(config, _recipe(config), partial)
     return target / "model"
 
 
+def _recipe(config: Config) -> WarmStart:
+    """The task's; as a mixture, each expert has a third of the dense width, and a token takes two of eight."""
+    recipe = WARM_STARTS[config.task.name]
+    if config.model.tiny == "dense":
+        return recipe
+    mixture = TinyMixture(
+        **asdict(recipe.shape), experts=8, experts_per_token=2, expert_ffn=max(32, recipe.shape.ffn // 96 * 32)
+    )
+    return replace(recipe, shape=mixture)
+
+
 def _target(config: Config) -> Path:
-    recipe = WARM_STARTS.get(config.task.name)
-    if recipe is None:
+    if config.task.name not in WARM_STARTS:
         raise ConfigError(
             f"task.name={config.task.name} has no warm start of its own (there is one for {', '.join(WARM_STARTS)}); "
             "give model.path."
         )
-    return cache_dir() / "warm-start" / f"{config.task.name}-{_key(config, recipe)}"
+    return cache_dir() / "warm-start" / f"{config.task.name}-{_key(config, _recipe(config))}"
 
 
 def _key(config: Config, recipe: WarmStart) -> str:

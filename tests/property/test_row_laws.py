@@ -20,6 +20,7 @@ def completions(draw, max_tokens=6):
     total = sum(lengths)
     steps = draw(st.lists(st.integers(0, 3), min_size=total, max_size=total))
     width = draw(st.integers(1, 3))
+    routed = np.arange((total + 2 * len(lengths)) * 2, dtype=np.uint8).reshape(-1, 2, 1)  # of 2 tokens of prompt too
     flags = st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths))
     return Completions(
         lengths=np.array(lengths, dtype=np.int32),
@@ -29,14 +30,20 @@ def completions(draw, max_tokens=6):
         truncated=np.array(draw(flags)),
         cut=np.array(draw(flags)),
         kept_set=np.arange(total * width, dtype=np.int32).reshape(total, width) if draw(st.booleans()) else None,
+        routed_experts=routed if draw(st.booleans()) else None,
     )
 
 
 def same(one, other):
     return all(
         np.array_equal(getattr(one, name), getattr(other, name))
-        for name in ("lengths", "token_ids", "logprobs", "truncated", "cut", "kept_set")
+        for name in ("lengths", "token_ids", "logprobs", "truncated", "cut", "kept_set", "routed_experts")
     ) and np.array_equal(one.versions.per_token_steps(), other.versions.per_token_steps())
+
+
+def read_again(num_tokens):
+    """Routed experts of so many tokens that were read, and of one that was not."""
+    return np.array([7] * 2 * num_tokens + [255] * 2, dtype=np.uint8).reshape(-1, 2, 1)
 
 
 def asked(made, max_new_tokens=6):
@@ -84,6 +91,7 @@ def test_parts_ask_for_what_is_missing_and_come_back_in_their_rows(made):
             truncated=np.array([False]),
             cut=np.array([False]),
             kept_set=None if made.kept_set is None else np.array([[90, 91, 92, 93]], dtype=np.int32),
+            routed_experts=read_again(2 + len(given_tokens)) if made.routed_experts is not None else None,
         )
         whole.add(GenerationResult(id=part.id, completions=answer))
     assert whole.done
@@ -93,6 +101,10 @@ def test_parts_ask_for_what_is_missing_and_come_back_in_their_rows(made):
     assert not result.cut.any()
     assert result.versions.num_tokens == len(result.token_ids) == len(result.logprobs)
     assert (result.kept_set is None) == (made.kept_set is None)
+    for row, before in zip(rows_of(result), rows_of(made), strict=True):
+        again = read_again(2 + len(before.token_ids)) if before.cut else before.routed_experts
+        assert (row.routed_experts is None) == (made.routed_experts is None)
+        assert row.routed_experts is None or row.routed_experts.tolist() == again.tolist()
     if result.kept_set is not None:
         is_new = result.token_ids >= 90
         assert result.kept_set[is_new].tolist() == [[90, 91, 92, 93]] * int(made.cut.sum())

@@ -102,6 +102,8 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
     ),
     (c.parallel_divides, {"learner.ranks": 3, "learner.tensor_parallel": 2}, ["learner.tensor_parallel=2"]),
     (c.parallel_divides, {"learner.ranks": 3, "learner.expert_parallel": 2}, ["learner.expert_parallel=2"]),
+    (c.tiny_model_is_made, {"model.tiny": "moe", "model.path": "x"}, ["model.tiny=moe", "model.path=x", "leave one"]),
+    (c.routing_is_seen, {"policy.keep_routing": True, "policy.compile": True}, ["policy.compile=true", "leave one"]),
     (c.batch_divides, {"learner.ranks": 3}, ["groups_per_step=64", "learner.ranks=3", "groups_per_step=66"]),
     (c.group_has_baseline, {"group_size": 1}, ["group_size=1", "advantage.scale=group_std", "group_size=2"]),
     (
@@ -197,7 +199,6 @@ def test_what_only_just_fits_is_accepted(changes: dict[str, Any]) -> None:
 
 ASKED = {
     "weights.transport": "rdma",
-    "learner.expert_parallel": 2,
 }
 
 

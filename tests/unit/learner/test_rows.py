@@ -59,3 +59,13 @@ def test_sequences_to_be_scored_get_a_row_each():
     assert rows.targets.tolist() == [[6, 7, 0], [0, 0, 0]]
     assert rows.mask.tolist() == [[1, 1, 0], [0, 0, 0]]
     assert rows.positions.tolist() == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_a_tokens_own_experts_stand_in_its_place_and_padding_has_none():
+    samples = make_samples([[1, 1], [1], [1] * 5])
+    assert laid_out(samples, row_tokens=6, micro_batch_tokens=100)[0].routed_experts is None
+    samples = dataclasses.replace(samples, routed_experts=np.arange(22, dtype=np.int16).reshape(11, 1, 2))
+    (rows,) = laid_out(samples, row_tokens=6, micro_batch_tokens=100)
+    assert rows.routed_experts.shape == (2, 6, 1, 2) and rows.routed_experts.dtype == np.int16
+    assert rows.routed_experts[0, :, 0, 0].tolist() == [0, 2, 4, 6, 8, 32767]
+    assert rows.routed_experts[1, :, 0, 1].tolist() == [11, 13, 15, 17, 19, 21]

@@ -5,7 +5,7 @@ from forge_async.core.versions import NOT_SAMPLED, VersionRuns
 from forge_async.rollout.samples import samples_of_turn
 
 
-def turn(kept_set=None):
+def turn(kept_set=None, routed_experts=None):
     """A prompt of 2 tokens, completions of 3, 1 and 2 tokens; the version changes inside the first and the last."""
     completions = Completions(
         lengths=np.array([3, 1, 2], dtype=np.int32),
@@ -15,6 +15,7 @@ def turn(kept_set=None):
         truncated=np.array([True, False, False]),
         cut=np.zeros(3, dtype=bool),
         kept_set=kept_set,
+        routed_experts=routed_experts,
     )
     return samples_of_turn(np.array([7, 8], np.int32), completions, np.array([1.0, -0.5, 0.0]))
 
@@ -65,3 +66,9 @@ def test_a_token_whose_set_is_not_known_is_not_trained_on():
     assert samples.logprobs.tolist() == [0, 0, -1, 0, -3, 0, 0, -4, 0, 0, -5, 0]
     assert not samples.advantages[~samples.loss_mask].any()
     assert samples.versions.per_token_steps().tolist() == turn().versions.per_token_steps().tolist()
+
+
+def test_routed_experts_lie_as_the_tokens_do_the_prompts_before_each_completion():
+    routed = np.arange(12, dtype=np.uint8).reshape(12, 1, 1)
+    samples = turn(routed_experts=routed)
+    assert samples.select([2, 0]).routed_experts.flatten().tolist() == [8, 9, 10, 11, 0, 1, 2, 3, 4]

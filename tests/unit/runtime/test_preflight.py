@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_folders import QWEN3, SMOLLM2, fake_model
+from fake_folders import QWEN3, QWEN3_MOE, SMOLLM2, fake_model
 
 from forge_async.config import Config
 from forge_async.core import packages
@@ -24,6 +24,7 @@ from forge_async.runtime.preflight import (
     least_kv_cache_bytes,
 )
 
+EXPERTS = {key: value for key, value in QWEN3_MOE.items() if key not in QWEN3 or value != QWEN3[key]}
 TINY = Config.of({"task.name": "sum"})
 
 
@@ -54,7 +55,14 @@ def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("config", "parameters"),
-    [(QWEN3, 105_024), (SMOLLM2, 134_515_008), (QWEN3 | {"tie_word_embeddings": False}, 105_024 + 98 * 64)],
+    [
+        (QWEN3, 105_024),
+        (SMOLLM2, 134_515_008),
+        (QWEN3 | {"tie_word_embeddings": False}, 105_024 + 98 * 64),
+        # Each mixture has 8 experts of 3 matrices 32 x 64 and a router in place of 3 matrices 192 x 64.
+        (QWEN3_MOE, 105_024 + 2 * (8 * 64 * (3 * 32 + 1) - 3 * 192 * 64)),
+        (QWEN3_MOE | {"mlp_only_layers": [0]}, 105_024 + 8 * 64 * (3 * 32 + 1) - 3 * 192 * 64),
+    ],
 )
 def test_parameters_are_counted_as_the_model_has_them(tmp_path: Path, config: dict, parameters: int) -> None:
     assert read_shape(fake_model(tmp_path, config)).num_parameters == parameters
@@ -74,7 +82,7 @@ def test_supported_architectures_are_those_that_the_learner_builds() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gpt2"}, ["'gpt2'", "qwen3 and llama"]),
+        ({"model_type": "gpt2"}, ["'gpt2'", "qwen3, qwen3_moe, llama"]),
         ({"model_type": None}, ["type ''"]),
         ({"num_hidden_layers": None}, ["gives no 'num_hidden_layers'"]),
         ({"num_hidden_layers": "two"}, ["cannot be understood"]),
@@ -111,6 +119,13 @@ def test_an_unreadable_config_is_refused(tmp_path: Path, text: str | None, word:
             ["policy.tensor_parallel=2", "3 key-value heads"],
         ),
         ({"num_key_value_heads": 1}, {"learner.tensor_parallel": 2}, ["tensor_parallel=2", "1 key-value heads"]),
+        ({}, {"policy.keep_routing": True}, ["policy.keep_routing=true", "a dense qwen3", "leave it out"]),
+        ({}, {"learner.expert_parallel": 2}, ["learner.expert_parallel=2", "a dense qwen3"]),
+        (EXPERTS, {"learner.expert_parallel": 3}, ["learner.expert_parallel=3", "8 experts"]),
+        (EXPERTS, {"policy.tensor_parallel": 2}, ["policy.tensor_parallel=2", "mixtures of experts"]),
+        (EXPERTS, {"learner.tensor_parallel": 2}, ["learner.tensor_parallel=2", "mixtures of experts"]),
+        (EXPERTS, {"learner.compile": True}, ["learner.compile=true", "use learner.compile=false"]),
+        (EXPERTS | {"hidden_size": 48}, {}, ["hidden_size=48", "on CPU"]),
         ({"num_hidden_layers": 512}, {"policy.kv_cache_bytes": 1 << 20}, ["policy.kv_cache_bytes=1048576", "or more"]),
     ],
 )

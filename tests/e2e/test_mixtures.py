@@ -1,0 +1,48 @@
+"""Whole runs of mixtures of experts: the routing passes through all processes, the experts are spread over ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from e2e.runs import TINY, run
+
+from forge_async.runtime.model_shape import read_shape
+from tests.models import make_near_ties
+
+pytestmark = [pytest.mark.stack, pytest.mark.long, pytest.mark.timeout(900)]
+
+MIXTURE = [*TINY, "async.max_staleness=1", "policy.keep_routing=true", "optimizer.warmup_steps=0"]
+
+
+def test_the_routing_of_the_sampler_reaches_the_learner(tmp_path: Path) -> None:
+    """Where experts nearly tie the difference is above 0.1 without it (`tests/contract/test_keep_routing.py`).
+
+    The entropy bonus has all samples trained on, though this model never wins a reward.
+    """
+    folder = make_near_ties(tmp_path / "ties")
+    finished = run(tmp_path, [*MIXTURE, "steps=1", "objective.entropy_weight=0.01", f"model.path={folder}"], 400)
+    assert finished.code == 0, finished.output
+    (row,) = finished.rows
+    assert row["tokens/trained"] > 50 and 0 < row["mismatch/logprob_diff_max"] < 1e-5
+
+
+@pytest.fixture
+def tiny_mixture(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The warm start of `model.tiny=moe`, in a cache of its own."""
+    from forge_async.config import Config
+    from forge_async.runtime.warm_start import ensure_warm_start
+
+    monkeypatch.setenv("FORGE_ASYNC_CACHE", str(tmp_path_factory.mktemp("cache")))
+    return ensure_warm_start(Config.of({"task.name": "sum", "model.tiny": "moe"}))
+
+
+def test_the_tiny_mixture_trains_with_its_experts_on_two_ranks(tmp_path: Path, tiny_mixture: Path) -> None:
+    assert read_shape(tiny_mixture).num_experts == 8
+    words = [*MIXTURE, "steps=4", f"model.path={tiny_mixture}", "learner.ranks=2", "learner.expert_parallel=2"]
+    finished = run(tmp_path, words, timeout_s=400)
+    assert finished.code == 0, finished.output
+    assert len(finished.rows) == 4 and finished.summary["staleness/max"] <= 1
+    first = finished.rows[0]
+    assert first["mismatch/logprob_diff_max"] < 1e-5 and first["reward/mean"] > 0
+    assert 1 / 8 < first["router/share_max"] < 1 and 0 < first["router/entropy_fraction"] < 1
