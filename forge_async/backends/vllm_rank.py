@@ -61,6 +61,7 @@ class VllmRank:
         self._worker.init_worker(arguments)
         self._worker.init_device()
         self._worker.load_model()
+        _forget_name_of_queue()
         self._held = held_boxes(self._worker.worker.get_model(), self._rank)
         return [each.box for each in self._held]
 
@@ -125,3 +126,16 @@ def _talk_over_gloo() -> None:
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+
+
+def _forget_name_of_queue() -> None:
+    """Take the name of vLLM's message queue out of /dev/shm, where a rank that is killed would leave it behind.
+
+    All ranks have it mapped by now, and keep it.
+    """
+    from vllm.distributed.parallel_state import get_tp_group
+
+    queue: Any = get_tp_group().mq_broadcaster
+    ring = getattr(queue, "buffer", None)
+    if ring is not None and ring.is_creator:
+        ring.shared_memory.unlink()
