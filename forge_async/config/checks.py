@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Callable, Iterator
 
 from forge_async.config.checks_disk import DISK_CHECKS
+from forge_async.config.checks_job import JOB_CHECKS
 from forge_async.config.not_built import NOT_BUILT
 from forge_async.config.presets import PRESETS
 from forge_async.config.schema import Config
@@ -303,66 +303,6 @@ def passes_are_drawn(config: Config) -> str | None:
     return None
 
 
-def hosts_exist(config: Config) -> str | None:
-    """Only a cluster has more hosts than this machine."""
-    job = config.job
-    for key, count in (("learner_hosts", job.learner_hosts), ("policy_hosts", job.policy_hosts)):
-        if count > 1 and job.kind in ("local", "process"):
-            return f"job.{key}={count} needs job.kind=slurm or kubernetes, but job.kind={job.kind}; use job.{key}=1."
-    return None
-
-
-def hosts_share_equally(config: Config) -> str | None:
-    """Each host of a mesh has the same number of processes."""
-    for key, count, hosts_key, hosts in (
-        ("learner.ranks", config.learner.ranks, "job.learner_hosts", config.job.learner_hosts),
-        ("policy.replicas", config.policy.replicas, "job.policy_hosts", config.job.policy_hosts),
-    ):
-        if count % hosts:
-            return (
-                f"{key}={count} cannot be shared equally by {hosts_key}={hosts}; use {key}={_round_up(count, hosts)}."
-            )
-    return None
-
-
-def gpus_suffice(config: Config) -> str | None:
-    """Each learner rank and each rank of an engine has a GPU of its own, when there are GPUs."""
-    job, learner = config.job, config.learner.ranks
-    policy = config.policy.replicas * config.policy.tensor_parallel
-    if job.gpus_per_host == 0:
-        return None
-    if job.kind in ("local", "process") and learner + policy > job.gpus_per_host:
-        return (
-            f"learner.ranks={learner} and {policy} engine ranks need {learner + policy} GPUs on this machine, but "
-            f"job.gpus_per_host={job.gpus_per_host}; use fewer learner.ranks or policy.replicas, or more GPUs."
-        )
-    for key, need, hosts_key, hosts in (
-        ("learner.ranks", learner, "job.learner_hosts", job.learner_hosts),
-        ("policy.replicas * policy.tensor_parallel", policy, "job.policy_hosts", job.policy_hosts),
-    ):
-        if need > hosts * job.gpus_per_host:
-            return (
-                f"{key}={need} is more than the GPUs of {hosts_key}={hosts} with "
-                f"job.gpus_per_host={job.gpus_per_host}; use {hosts_key}={-(-need // job.gpus_per_host)} or more."
-            )
-    return None
-
-
-def image_is_given(config: Config) -> str | None:
-    """Kubernetes starts containers."""
-    if config.job.kind == "kubernetes" and not config.job.image:
-        return "job.kind=kubernetes needs a container image; give job.image=registry/name:tag (see the Containerfile)."
-    return None
-
-
-def time_limit_reads(config: Config) -> str | None:
-    """Slurm's HH:MM:SS, with days before it if need be."""
-    limit = config.job.time_limit
-    if limit and not re.fullmatch(r"(\d+-)?\d{1,2}:\d{2}:\d{2}", limit):
-        return f"job.time_limit={limit} is not a time; write HH:MM:SS, such as job.time_limit=04:00:00."
-    return None
-
-
 def end_is_chosen(config: Config) -> str | None:
     """A run directory is continued or deleted, not both."""
     if config.run.resume and config.run.overwrite:
@@ -396,11 +336,7 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     row_fits,
     held_out_exists,
     passes_are_drawn,
-    hosts_exist,
-    hosts_share_equally,
-    gpus_suffice,
-    image_is_given,
-    time_limit_reads,
+    *JOB_CHECKS,
     end_is_chosen,
 )
 """Checks of combinations, in the order in which they are told."""

@@ -212,14 +212,18 @@ async def start_actors(
         replicas=tuple(RemoteReplica(name, handle, deadline, weights_deadline) for name, handle in replicas.items()),
         workers=RemoteWorkers(workers, deadline),
         handles=(*filter(None, ranks), learner.result(), *replicas.values(), *workers, store.result(), replay),
-        silent_pids={
-            f"{handle.name}_{process.rank}" if len(handle.processes) > 1 else handle.name: process.pid
-            for handle in (store.result(), replay, *filter(None, ranks))
-            for process in handle.processes
-            if process.is_local
-        },
+        silent_pids=_silent_pids([store.result(), replay, *filter(None, ranks)]),
         version=version,
     )
+
+
+def _silent_pids(handles: Sequence[ActorHandle]) -> dict[str, int]:
+    return {
+        f"{handle.name}_{process.rank}" if len(handle.processes) > 1 else handle.name: process.pid
+        for handle in handles
+        for process in handle.processes
+        if process.is_local
+    }
 
 
 async def _start_store(config: Config, placement: Placement, run_dir: Path, limits: dict) -> ActorHandle:

@@ -19,43 +19,10 @@ from forge_async.weights.chains import SHARD, DeltaWriter, Held, Published, Want
 from forge_async.weights.manifest import SCHEMA, Coding, Layout, Manifest, Part, build_layout
 from forge_async.weights.packing import digests
 from forge_async.weights.ports import WeightStore
+from forge_async.weights.records import ManifestRecord, StagedPart, record_of
 from forge_async.weights.reshard import TransferPlan
 
 MANIFEST = "/manifest"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StagedPart:
-    """What a rank puts beside its blob."""
-
-    part_id: str
-    digests: bytes
-    coding: Coding
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Record:
-    """A manifest as it is stored: the layout by the ids of its parts."""
-
-    part_ids: tuple[str, ...]
-    digests: bytes
-    kind: str
-    base: str
-    codings: tuple[Coding, ...]
-    deltas_follow: bool
-    schema: int
-
-
-def _record(manifest: Manifest) -> _Record:
-    return _Record(
-        part_ids=manifest.layout.ids,
-        digests=manifest.digests,
-        kind=manifest.kind,
-        base=manifest.base,
-        codings=manifest.codings,
-        deltas_follow=manifest.deltas_follow,
-        schema=manifest.schema,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +69,7 @@ class WeightPlane:
         shards that it does not touch not looked at. None: all is read."""
         self._checksums, self._deltas = checksums, deltas
         self._put_parts: set[str] = set()
-        self._staged: dict[int, tuple[PolicyVersion, _StagedPart]] = {}
+        self._staged: dict[int, tuple[PolicyVersion, StagedPart]] = {}
         """What was staged from here last, by rank: it need not be read back."""
         self._committed: PolicyVersion | None = None
         self._expected: list[tuple[int, bool]] | None = None
@@ -139,14 +106,14 @@ class WeightPlane:
             self._layouts[part.id,] = build_layout(version, [part])
         staged, items = await self._staging(version, part, blob)
         manifest = self._manifest_of(version, self._layouts[part.id,], [staged], base)
-        await self.store.put(items | {f"{version}{MANIFEST}": _record(manifest)})
+        await self.store.put(items | {f"{version}{MANIFEST}": record_of(manifest)})
         self._note_staged(version, part, blob, staged)
         self._committed = version
         return manifest
 
     async def _staging(
         self, version: PolicyVersion, part: Part, blob: Any, *, whole: bool = False
-    ) -> tuple[_StagedPart, dict[str, Any]]:
+    ) -> tuple[StagedPart, dict[str, Any]]:
         """What says how a part is stored, and all that is to be put for it, in order."""
         hashed = await asyncio.to_thread(digests, part, blob) if self._checksums else b""
         items: dict[str, Any] = {} if part.id in self._put_parts else {f"layout/{part.id}": part}
@@ -156,10 +123,10 @@ class WeightPlane:
             items |= {f"{version}{SHARD}{part.rank}": blob} if part.blob_bytes else {}
         else:
             items[Wanted(part.rank, version, is_delta=True).key] = stream
-        staged = _StagedPart(part_id=part.id, digests=hashed, coding=coding)
+        staged = StagedPart(part_id=part.id, digests=hashed, coding=coding)
         return staged, items | {f"{version}/part/{part.rank}": staged}
 
-    def _note_staged(self, version: PolicyVersion, part: Part, blob: Any, staged: _StagedPart) -> None:
+    def _note_staged(self, version: PolicyVersion, part: Part, blob: Any, staged: StagedPart) -> None:
         self._put_parts.add(part.id)
         self._staged[part.rank] = (version, staged)
         if self._deltas is not None:
@@ -221,11 +188,11 @@ class WeightPlane:
         parts = await self._staged_parts(version, num_ranks)
         layout = await self._layout(version, tuple(part.part_id for part in parts))
         manifest = self._manifest_of(version, layout, parts, base)
-        await self.store.put({f"{version}{MANIFEST}": _record(manifest)})
+        await self.store.put({f"{version}{MANIFEST}": record_of(manifest)})
         self._committed = version
         return manifest
 
-    def _manifest_of(self, version: PolicyVersion, layout: Layout, parts: Sequence[_StagedPart], base: str) -> Manifest:
+    def _manifest_of(self, version: PolicyVersion, layout: Layout, parts: Sequence[StagedPart], base: str) -> Manifest:
         return Manifest(
             version=version,
             layout=layout,
@@ -240,7 +207,7 @@ class WeightPlane:
         if base and not await self._is_ready(PolicyVersion.parse(base)):
             raise WeightsError(f"{version} builds on {base}, which is not in the store; publish a whole version.")
 
-    async def _staged_parts(self, version: PolicyVersion, num_ranks: int) -> list[_StagedPart]:
+    async def _staged_parts(self, version: PolicyVersion, num_ranks: int) -> list[StagedPart]:
         """What each rank staged, in order of rank."""
         found = {rank: part for rank, (staged, part) in self._staged.items() if staged == version}
         others = [rank for rank in range(num_ranks) if rank not in found]
@@ -262,7 +229,7 @@ class WeightPlane:
                 f"{version} is not in the store: it was never published whole, or is already retired."
             ) from error
 
-    async def _manifest(self, version: PolicyVersion, record: _Record) -> Manifest:
+    async def _manifest(self, version: PolicyVersion, record: ManifestRecord) -> Manifest:
         if record.schema != SCHEMA:
             raise WeightsError(f"{version} was published by another release (schema {record.schema}, not {SCHEMA}).")
         layout = await self._layout(version, record.part_ids)

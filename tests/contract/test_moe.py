@@ -15,12 +15,12 @@ from forge_async.weights.packing import LocalShard, pack, unpack
 from tests.child import Child, call_all
 from tests.contract.test_learner import (
     TitanSubject,
+    all_ranks,
     assert_close,
     make_samples,
     off_policy,
     on_policy,
     share,
-    two_ranks,
     weights_of,
 )
 from tests.engines import VERSIONS, VllmSubject
@@ -80,7 +80,7 @@ def test_two_ranks_train_as_one_and_their_experts_tile(moe, children, how, tmp_p
     alone = moe.make(lr=1e-4)
     batches = [off_policy(make_samples(seed=seed), alone) for seed in range(2)]
     results, weights = [alone.train(share(samples)) for samples in batches], weights_of(alone)
-    ranks = two_ranks(children, moe.folder, lr=1e-4, **how)
+    ranks = all_ranks(children, moe.folder, lr=1e-4, **how)
     assert [rank.batch_ranks for rank in ranks] == [2, 2]
     for result, samples in zip(results, batches, strict=True):
         for mine in call_all(ranks, "train", [(each,) for each in share(samples, 2)]):
@@ -103,7 +103,7 @@ def test_two_ranks_train_as_one_and_their_experts_tile(moe, children, how, tmp_p
 def test_experts_that_ranks_share_unevenly_tile_too(children, tmp_path_factory):
     subject = TitanSubject(children[0], make_model(tmp_path_factory.mktemp("odd"), "qwen3_moe_mixed"))
     weights = read_weights(subject.folder)
-    parts = call_all(two_ranks(children, subject.folder), "snapshot", [(), ()])
+    parts = call_all(all_ranks(children, subject.folder), "snapshot", [(), ()])
     manifest = build_manifest(PolicyVersion(step=0), [Packed(part=part) for part, _ in parts])
     whole = unpack(manifest, {rank: blob for rank, (_, blob) in enumerate(parts)})
     assert {name: tensor.tolist() for name, tensor in whole.items()} == {

@@ -10,6 +10,7 @@ import pytest
 from forge_async.config import Config, check, problems
 from forge_async.config import checks as c
 from forge_async.config import checks_disk as d
+from forge_async.config import checks_job as j
 from forge_async.config.not_built import NOT_BUILT
 from forge_async.config.schema import KEYS
 from forge_async.core.errors import ConfigError
@@ -121,23 +122,23 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
     (c.row_fits, {"learner.row_tokens": 9000}, ["learner.row_tokens=9000", "learner.micro_batch_tokens=2048"]),
     (c.passes_are_drawn, {"eval.samples": 4, "eval.k": [1, 8]}, ["eval.k=[1, 8]", "use eval.samples=8"]),
     (c.held_out_exists, {"task.held_out_fraction": 0.0}, ["eval.num_prompts=200", "task.held_out_fraction=0"]),
-    (c.hosts_exist, {"job.learner_hosts": 2}, ["job.learner_hosts=2", "job.kind=local"]),
-    (c.hosts_exist, {"job.policy_hosts": 2, "job.kind": "process"}, ["job.policy_hosts=2"]),
-    (c.hosts_share_equally, {"job.kind": "slurm", "job.learner_hosts": 2}, ["learner.ranks=1", "learner.ranks=2"]),
-    (c.hosts_share_equally, {"job.kind": "slurm", "job.policy_hosts": 2}, ["policy.replicas=1"]),
-    (c.gpus_suffice, {"job.gpus_per_host": 1}, ["learner.ranks=1", "2 GPUs", "job.gpus_per_host=1"]),
+    (j.hosts_exist, {"job.learner_hosts": 2}, ["job.learner_hosts=2", "job.kind=local"]),
+    (j.hosts_exist, {"job.policy_hosts": 2, "job.kind": "process"}, ["job.policy_hosts=2"]),
+    (j.hosts_share_equally, {"job.kind": "slurm", "job.learner_hosts": 2}, ["learner.ranks=1", "learner.ranks=2"]),
+    (j.hosts_share_equally, {"job.kind": "slurm", "job.policy_hosts": 2}, ["policy.replicas=1"]),
+    (j.gpus_suffice, {"job.gpus_per_host": 1}, ["learner.ranks=1", "2 GPUs", "job.gpus_per_host=1"]),
     (
-        c.gpus_suffice,
+        j.gpus_suffice,
         {"job.gpus_per_host": 8, "job.kind": "slurm", "learner.ranks": 16},
         ["learner.ranks=16", "job.learner_hosts=1", "job.learner_hosts=2 or more"],
     ),
     (
-        c.gpus_suffice,
+        j.gpus_suffice,
         {"job.gpus_per_host": 8, "job.kind": "slurm", "policy.replicas": 8, "policy.tensor_parallel": 2},
         ["policy.replicas * policy.tensor_parallel=16"],
     ),
-    (c.image_is_given, {"job.kind": "kubernetes"}, ["job.kind=kubernetes", "job.image="]),
-    (c.time_limit_reads, {"job.time_limit": "4h"}, ["job.time_limit=4h", "04:00:00"]),
+    (j.image_is_given, {"job.kind": "kubernetes"}, ["job.kind=kubernetes", "job.image="]),
+    (j.time_limit_reads, {"job.time_limit": "4h"}, ["job.time_limit=4h", "04:00:00"]),
     (c.end_is_chosen, {"run.resume": True, "run.overwrite": True}, ["run.resume=true and run.overwrite=true"]),
 ]
 
