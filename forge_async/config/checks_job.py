@@ -24,7 +24,8 @@ def hosts_share_equally(config: Config) -> str | None:
         ("policy.replicas", config.policy.replicas, "job.policy_hosts", config.job.policy_hosts),
     ):
         if count % hosts:
-            return f"{key}={count} cannot be shared equally by {hosts_key}={hosts}; use {key}={-(-count // hosts) * hosts}."
+            fitting = -(-count // hosts) * hosts
+            return f"{key}={count} cannot be shared equally by {hosts_key}={hosts}; use {key}={fitting}."
     return None
 
 
