@@ -12,7 +12,7 @@ from typing import Any
 
 from forge_async.core.errors import WeightsError
 
-MODULES = ("forge_async.core.versions", "forge_async.weights.manifest", "forge_async.weights.plane")
+MODULES = ("forge_async.core.versions", "forge_async.weights.manifest", "forge_async.weights.records")
 """Whose classes may be in the bytes, besides plain Python values."""
 
 

@@ -36,6 +36,6 @@ def test_damaged_bytes_are_refused(data):
 
 
 def test_functions_of_our_own_modules_cannot_be_named_either():
-    data = b"cforge_async.weights.plane\nunfinished\n."
-    with pytest.raises(WeightsError, match="it names forge_async.weights.plane.unfinished"):
+    data = b"cforge_async.weights.records\nrecord_of\n."
+    with pytest.raises(WeightsError, match="it names forge_async.weights.records.record_of"):
         decode(data)
