@@ -30,6 +30,14 @@ def engine_child(tmp_path_factory):
     made.close()
 
 
+@pytest.fixture(scope="session")
+def mixture_child(tmp_path_factory):
+    """The same for mixtures of experts: vLLM makes their process group with the first engine of a process, or never."""
+    made = Child(tmp_path_factory.mktemp("vllm-mixtures") / "log")
+    yield made
+    made.close()
+
+
 ENGINES = (
     "fake",
     pytest.param("vllm", marks=pytest.mark.stack),

@@ -28,8 +28,8 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def recorder(engine_child, folders):
-    return VllmSubject(engine_child, folders, keep_routing=True, kv_cache_bytes=1 << 20)
+def recorder(mixture_child, folders):
+    return VllmSubject(mixture_child, folders, keep_routing=True, kv_cache_bytes=1 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -213,9 +213,9 @@ def test_where_experts_nearly_tie_the_ratio_is_one_with_the_routing_and_far_from
     assert free.mismatch_kl > 1e4 * kept.mismatch_kl
 
 
-def test_in_bfloat16_the_mismatch_returns_to_rounding_with_the_routing(engine_child, titan, folders):
+def test_in_bfloat16_the_mismatch_returns_to_rounding_with_the_routing(mixture_child, titan, folders):
     """A dense model of this size differs by up to 0.05 in bfloat16."""
-    subject = VllmSubject(engine_child, folders[:1], keep_routing=True, dtype="bfloat16")
+    subject = VllmSubject(mixture_child, folders[:1], keep_routing=True, dtype="bfloat16")
     weights = {name: tensor.bfloat16() for name, tensor in read_weights(folders[0]).items()}
     samples = sampled(subject, weights=weights, num_prompts=5, n=8)
     learner = titan.make
@@ -224,8 +224,8 @@ def test_in_bfloat16_the_mismatch_returns_to_rounding_with_the_routing(engine_ch
     assert free.mismatch_kl > 3 * kept.mismatch_kl
 
 
-def test_a_dense_model_has_no_routing_to_keep(engine_child, tmp_path):
+def test_a_dense_model_has_no_routing_to_keep(mixture_child, tmp_path):
     from forge_async.core.errors import PolicyError
 
     with pytest.raises(PolicyError, match=r"policy\.keep_routing=true needs a mixture of experts"):
-        engine_child.build("tests.backends:vllm_engine", str(make_model(tmp_path / "dense")), keep_routing=True)
+        mixture_child.build("tests.backends:vllm_engine", str(make_model(tmp_path / "dense")), keep_routing=True)

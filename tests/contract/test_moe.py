@@ -112,10 +112,10 @@ def test_experts_that_ranks_share_unevenly_tile_too(children, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def served(engine_child, tmp_path_factory):
+def served(mixture_child, tmp_path_factory):
     """An engine of the mixture that records routing, two sets of weights for it, and their references."""
     folders = [without_end(make_model(tmp_path_factory.mktemp(f"served{seed}"), "qwen3_moe", seed)) for seed in (0, 1)]
-    return VllmSubject(engine_child, folders, keep_routing=True)
+    return VllmSubject(mixture_child, folders, keep_routing=True)
 
 
 def load(subject, which=0, weights=None, **how):
@@ -143,11 +143,11 @@ def test_the_engine_serves_every_version_of_the_experts_and_gives_it_back(served
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("qwen3_moe_mixed", "float32"), ("qwen3_moe", "bfloat16")])
-def test_padded_experts_and_other_dtypes_are_served_as_they_were_loaded(engine_child, tmp_path, kind, dtype):
+def test_padded_experts_and_other_dtypes_are_served_as_they_were_loaded(mixture_child, tmp_path, kind, dtype):
     import torch
 
     folder = without_end(make_model(tmp_path / "model", kind))
-    subject = VllmSubject(engine_child, [folder], dtype=dtype)
+    subject = VllmSubject(mixture_child, [folder], dtype=dtype)
     weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in subject.weights[0].items()}
     version = load(subject, weights=weights)
     check_fingerprint(manifest_of(weights, version), subject.engine.read, "policy_0")
