@@ -59,7 +59,7 @@ class Grpo:
     @classmethod
     async def start(cls, config: Config, hosts: Placement) -> Grpo:
         """Start all actors, each in processes of its own."""
-        model, root, dials = str(resolve_model(config)), config.root, config.asynchrony
+        model, root, dials, lora = str(resolve_model(config)), config.root, config.asynchrony, config.travelling_lora()
         plan, prompts = actors.LearnerPlan.of(config, model), Prompts(source="sums", epoch_size=len(SUMS))
         store = await actors.StoreActor.options(hosts=hosts.controller).as_actor(config.weights)
         learner = actors.LearnerActor.options(hosts=hosts.learner, procs=config.learner.ranks, spmd=True)
@@ -67,9 +67,7 @@ class Grpo:
         replay = actors.ReplayActor.options(hosts=hosts.controller)
         started = await asyncio.gather(
             learner.as_actor(plan, store),
-            policy.as_service(
-                "policy", model, config.policy, config.weights, store=store, lora=config.travelling_lora()
-            ),
+            policy.as_service("policy", model, config.policy, config.weights, store=store, lora=lora),
             Reward.options(hosts=hosts.controller).as_service(),
             replay.as_actor(dials, groups_per_step=root.groups_per_step, num_steps=root.steps, prompts=prompts),
         )

@@ -93,7 +93,7 @@ def train(config, folder, engine, learner) -> list[str]:
 
 
 def weights_of(learner):
-    for name, tensor in learner._full_weights():
+    for name, tensor in learner._weights.full():
         yield name, tensor.clone()
 
 
