@@ -33,6 +33,7 @@ def test_all_dials_at_once_keep_the_laws(tmp_path: Path, tiny_model: Path) -> No
     assert {"policy/discarded_tokens", "policy/recomputed_tokens", "staleness/bound"} <= ours.rows[-1].keys()
 
 
+@pytest.mark.long
 def test_a_run_with_nothing_to_learn_from_ends_by_name(tmp_path: Path, tiny_model: Path) -> None:
     (tmp_path / "same.py").write_text("def score(completion: str) -> float:\n    return 1.0\n")
     words = [f"model.path={tiny_model}", *TINY, "steps=50", "reward=same.py:score", "async.max_filtered_batches=3"]
