@@ -31,8 +31,8 @@ from forge_async.observe.run_directory import write_atomically
 from forge_async.pipeline.estimates import Estimate
 from forge_async.pipeline.evaluate import Evaluator
 from forge_async.pipeline.ports import EvalScores
-from forge_async.policy.ports import GenerationRequest, GenerationResult
-from forge_async.policy.service import RequestService, Ticket
+from forge_async.policy.local import LocalPolicy
+from forge_async.policy.service import RequestService
 from forge_async.policy.settings import PolicySettings
 from forge_async.reward.pool import ProcessRewardPool
 from forge_async.runtime.model_shape import read_shape
@@ -102,7 +102,7 @@ async def evaluate(model: Model, config: Config) -> EvalScores:
     service = RequestService(lambda: _build_engine(model, settings))
     try:
         await asyncio.gather(service.start(), scorer.start())
-        return await _evaluator(config, task, scorer).evaluate(prompts, ServicePolicy(service), "eval")
+        return await _evaluator(config, task, scorer).evaluate(prompts, LocalPolicy(service), "eval")
     finally:
         await asyncio.gather(service.close(), scorer.close())
 
@@ -120,23 +120,6 @@ def _evaluator(config: Config, task: OpenTask, scorer: ProcessRewardPool) -> Eva
 def _build_engine(model: Model, settings: PolicySettings) -> Any:
     """The real engine with the folder's weights. Runs on the engine's own thread."""
     return folder_engine.build(model.folder, settings, PolicyVersion(step=model.step))
-
-
-class ServicePolicy:
-    """A request service of this process as a PolicyClient."""
-
-    def __init__(self, service: RequestService) -> None:
-        self._service, self._tickets = service, list[Ticket]()
-
-    async def submit(self, requests: Sequence[GenerationRequest]) -> int:
-        self._tickets.append(self._service.submit(requests))
-        return len(self._tickets) - 1
-
-    async def collect(self, ticket: int, linger_s: float) -> tuple[list[GenerationResult], bool]:
-        return await self._service.collect(self._tickets[ticket], linger_s)
-
-    async def cut(self, ticket: int) -> list[GenerationResult]:
-        return await self._service.cut(self._tickets[ticket])
 
 
 def lines(scores: EvalScores, config: Config) -> list[str]:

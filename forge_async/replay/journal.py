@@ -23,6 +23,7 @@ FSYNC = ("step", "always", "never")
 
 
 LOOK_AGAIN_S = 0.1
+"""Between two looks at a lock: file locks tell nobody when they are given back."""
 
 
 class Journal:

@@ -264,7 +264,7 @@ class WeightPlane:
         held, self._held = self._held, None  # nobody else may use it: deltas are applied where it lies
         try:
             found = await self._read(stack, version, held)
-        except BaseException:
+        except BaseException:  # a cancelled read too: what is held is untouched, and good for the next one
             self._held = held
             raise
         try:

@@ -22,6 +22,15 @@ def pytest_sessionfinish():
             shutdown_context(host_timeout=0.5).get(timeout=5)
 
 
+@pytest.fixture(scope="module")
+def children(tmp_path_factory):
+    """Two processes; the first is also the one of the one-rank tests."""
+    made = [Child(tmp_path_factory.mktemp("titan") / f"log{rank}") for rank in range(2)]
+    yield made
+    for child in made:
+        child.close()
+
+
 @pytest.fixture(scope="session")
 def engine_child(tmp_path_factory):
     """The one process that hosts vLLM engines, since its start costs half a minute."""

@@ -50,15 +50,6 @@ class TitanSubject:
 
 
 @pytest.fixture(scope="module")
-def children(tmp_path_factory):
-    """Two processes; the first is also the one of the one-rank tests."""
-    made = [Child(tmp_path_factory.mktemp("titan") / f"log{rank}") for rank in range(2)]
-    yield made
-    for child in made:
-        child.close()
-
-
-@pytest.fixture(scope="module")
 def titan(children, tmp_path_factory):
     return TitanSubject(children[0], make_model(tmp_path_factory.mktemp("qwen3")))
 

@@ -11,7 +11,7 @@ from forge_async.core.versions import PolicyVersion
 from forge_async.weights.adapters import is_adapter, merge_all, pairs, read_peft
 from forge_async.weights.manifest import Packed, build_manifest
 from forge_async.weights.packing import unpack
-from tests.child import Child, build_all, call_all
+from tests.child import build_all, call_all
 from tests.contract.test_learner import (
     TitanSubject,
     assert_close,
@@ -28,14 +28,6 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.stack]
 LORA = {"rank": 4, "alpha": 6.0, "targets": ["q_proj", "v_proj", "o_proj", "down_proj"]}
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LR = 1e-2
-
-
-@pytest.fixture(scope="module")
-def children(tmp_path_factory):
-    made = [Child(tmp_path_factory.mktemp("titan") / f"log{rank}") for rank in range(2)]
-    yield made
-    for child in made:
-        child.close()
 
 
 @pytest.fixture(scope="module")

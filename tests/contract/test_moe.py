@@ -12,7 +12,7 @@ from forge_async.core.versions import PolicyVersion
 from forge_async.weights.fingerprint import check_fingerprint
 from forge_async.weights.manifest import Packed, build_manifest
 from forge_async.weights.packing import LocalShard, pack, unpack
-from tests.child import Child, call_all
+from tests.child import call_all
 from tests.contract.test_learner import (
     TitanSubject,
     all_ranks,
@@ -29,15 +29,6 @@ from tests.models import Reference, make_model, read_weights, without_end
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(180)]
 
 TOKENS = np.arange(4, 60, dtype=np.int32)
-
-
-@pytest.fixture(scope="module")
-def children(tmp_path_factory):
-    """Two processes; the first is also the one of the one-rank tests."""
-    made = [Child(tmp_path_factory.mktemp("titan") / f"log{rank}") for rank in range(2)]
-    yield made
-    for child in made:
-        child.close()
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "qwen3_moe_mixed"])

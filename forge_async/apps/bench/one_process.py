@@ -27,8 +27,9 @@ from forge_async.pipeline.evaluate import Evaluator
 from forge_async.pipeline.hand_over import make_and_hand_over
 from forge_async.pipeline.make_groups import GroupMaker
 from forge_async.pipeline.ports import EvalScores
-from forge_async.policy.ports import Engine, GenerationRequest, GenerationResult
-from forge_async.policy.service import RequestService, Ticket
+from forge_async.policy.local import LocalPolicy
+from forge_async.policy.ports import Engine
+from forge_async.policy.service import RequestService
 from forge_async.replay.admission import Prompts
 from forge_async.replay.state import ReplayState
 from forge_async.replay.waiting import WaitingReplay
@@ -108,7 +109,7 @@ class OneProcess:
 
     async def _generated(self, replay: WaitingReplay, maker: GroupMaker, config: Config, step: int) -> list[Group]:
         """Make all that may be admitted, then take the batch."""
-        policy = _LocalPolicy(self._service)
+        policy = LocalPolicy(self._service)
         while admissions := replay.inner.admit(REPLICA, config.root.groups_per_step):
             await make_and_hand_over(maker, admissions, policy, REPLICA, replay)
         return await replay.take(step, BATCH_TIMEOUT_S)
@@ -130,7 +131,7 @@ class OneProcess:
             settings=config.eval,
             seed=0,  # the same draws for every run
         )
-        return await evaluator.evaluate(prompts, _LocalPolicy(self._service), "held out")
+        return await evaluator.evaluate(prompts, LocalPolicy(self._service), "held out")
 
     def _open(self, config: Config) -> OpenTask:
         from forge_async.backends.tasks import open_task
@@ -179,24 +180,6 @@ class OneProcess:
         gc.collect()
         gc.freeze()  # as in a policy's own process: what start-up left behind need not be walked again and again
         return engine
-
-
-class _LocalPolicy:
-    """A request service in this process as a PolicyClient."""
-
-    def __init__(self, service: RequestService) -> None:
-        self._service = service
-        self._tickets: list[Ticket] = []
-
-    async def submit(self, requests: Sequence[GenerationRequest]) -> int:
-        self._tickets.append(self._service.submit(requests))
-        return len(self._tickets) - 1
-
-    async def collect(self, ticket: int, linger_s: float) -> tuple[list[GenerationResult], bool]:
-        return await self._service.collect(self._tickets[ticket], linger_s)
-
-    async def cut(self, ticket: int) -> list[GenerationResult]:
-        return await self._service.cut(self._tickets[ticket])
 
 
 def _replay(config: Config, task: OpenTask) -> WaitingReplay:

@@ -18,6 +18,7 @@ from forge_async.pipeline.ring import RingSettings
 from forge_async.pipeline.run import Run
 from forge_async.pipeline.run_state import STATE_FOLDER, RunState
 from forge_async.pipeline.settings import CheckpointSettings, EvalSettings
+from forge_async.policy.local import LocalPolicy
 from forge_async.policy.ports import Sampling
 from forge_async.policy.service import RequestService
 from tests.fakes import (
@@ -35,20 +36,6 @@ from tests.fakes import (
 pytestmark = pytest.mark.timeout(30)
 
 
-class ServicePolicy:
-    """A PolicyClient on a request service in this process."""
-
-    def __init__(self, service):
-        self._service, self._tickets = service, []
-
-    async def submit(self, requests):
-        self._tickets.append(self._service.submit(requests))
-        return len(self._tickets) - 1
-
-    async def collect(self, ticket, linger_s):
-        return await self._service.collect(self._tickets[ticket], linger_s)
-
-
 async def evaluated(rewards, num_prompts=3, sampling=None, **settings):
     service = RequestService(lambda: FakeEngine(version=PolicyVersion(step=4)))
     await service.start()
@@ -60,7 +47,7 @@ async def evaluated(rewards, num_prompts=3, sampling=None, **settings):
             settings=EvalSettings(**settings),
             seed=0,
         )
-        return await evaluator.evaluate(FakeSource().held_out(num_prompts), ServicePolicy(service), "eval before")
+        return await evaluator.evaluate(FakeSource().held_out(num_prompts), LocalPolicy(service), "eval before")
     finally:
         await service.close()
 
