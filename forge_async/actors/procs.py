@@ -161,7 +161,13 @@ class Procs:
         those `gpus` that are given (this path has not been run on a machine with GPUs); otherwise it sees none.
         """
         taken = _take_gpus(hosts, procs * gpus_each) if gpus_each and not gpus else ()
-        variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": _import_path(), **hosts.env, **env}
+        variables = {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONFAULTHANDLER": "1",  # a crash of native code leaves the stacks of its threads in the log
+            "PYTHONPATH": _import_path(),
+            **hosts.env,
+            **env,
+        }
         mesh = hosts.mesh.spawn_procs(
             per_host={PROCS: procs}, name=_safe(name), bootstrap_command=_bootstrap(variables, gpus or taken, procs)
         )

@@ -67,6 +67,10 @@ class Toy(ForgeActor):
         time.sleep(duration_s)
 
     @endpoint
+    def crash(self):
+        os.abort()
+
+    @endpoint
     def fail_with(self, what):
         errors = {"value": ValueError("bad"), "exit": SystemExit(3), "unknown": UnknownHereError(7, "bad")}
         raise errors.get(what) or StopIteration("bad")
@@ -232,6 +236,17 @@ async def test_ranks_of_a_mesh_share_a_world_and_die_apart():
         with pytest.raises(ActorDiedError, match=rf"rank 1, pid {actor.pids[1]} .* {KILLED}"):
             await actor.sleep.call(30)
         assert await rank_0.add.call_one(1) == 11
+
+
+async def test_a_crash_of_native_code_leaves_its_stack_in_the_log(tmp_path):
+    from monarch.actor import this_host
+
+    hosts = Hosts(mesh=this_host(), log_dir=str(tmp_path))
+    async with toy(hosts=hosts) as actor:
+        with pytest.raises(ActorDiedError, match=r"SIGABRT|ended"):
+            await actor.crash.call_one(timeout_s=20)
+    log = (tmp_path / "toy-0.log").read_text()
+    assert "Fatal Python error: Aborted" in log and "in crash" in log
 
 
 async def test_a_handle_works_and_watches_in_another_actor():
