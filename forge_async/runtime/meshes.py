@@ -58,6 +58,8 @@ class Placement:
         return self
 
     async def _start(self, timeout_s: float) -> None:
+        if not _is_short(Path(tempfile.gettempdir())):
+            self._redirect_tmp(str(SHORT_TMP))  # Monarch's sockets outlive this placement, so they are not in its folder
         _start_monarch(self.run_dir / "logs")
         self.guardian.add_path(self.tmp)
         on_start.append(self._guard)
@@ -160,8 +162,12 @@ def _temporary_folder(run_dir: Path) -> Path:
     if len(os.fsencode(inside)) <= LONGEST_TMP:
         inside.mkdir(parents=True, exist_ok=True)
         return inside
-    short = len(os.fsencode(tempfile.gettempdir())) + len("/forge-12345678") <= LONGEST_TMP
-    return Path(tempfile.mkdtemp(prefix="forge-", dir=None if short else SHORT_TMP))
+    return Path(tempfile.mkdtemp(prefix="forge-", dir=None if _is_short(Path(tempfile.gettempdir())) else SHORT_TMP))
+
+
+def _is_short(tmp: Path) -> bool:
+    """May a folder made in this one hold sockets?"""
+    return len(os.fsencode(tmp)) + len("/forge-12345678") <= LONGEST_TMP
 
 
 async def _initialized(mesh: HostMesh) -> None:

@@ -84,12 +84,14 @@ asyncio.run(main())
 
 
 def test_a_killed_controller_leaves_no_process_and_no_temporary_file(run_dir):
+    long_tmpdir = run_dir / ("long" * 20)  # no socket can be named in it
+    long_tmpdir.mkdir()
     path = os.pathsep.join([str(Path.cwd()), str(Path(__file__).parent)])
     controller = subprocess.Popen(
         [sys.executable, "-c", CONTROLLER, str(run_dir)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(long_tmpdir)},
     )
     pids = [int(pid) for pid in controller.stdout.readline().split()]
     assert len(pids) == 4 and all(is_running(pid) for pid in pids)
