@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # A busy machine takes longer over an example: how fast something is belongs in `bench`, not in a test.
 settings.register_profile("without-deadlines", deadline=None)
 settings.load_profile("without-deadlines")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What libraries, and processes that are killed, leave in the temporary folder goes where pytest clears up."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("t")))
+        patch.setattr(tempfile, "tempdir", None)  # so that it is looked up anew
+        yield
 
 
 @pytest.fixture(scope="session")
