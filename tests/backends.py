@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 
-def vllm_engine(folder: str, lora: dict[str, Any] | None = None, **policy: Any) -> Any:
+def vllm_engine(folder: str, lora: dict[str, Any] | None = None, adapters_held: int = 1, **policy: Any) -> Any:
     """A vLLM engine for tiny models; `policy`: settings that differ."""
     from forge_async.backends.vllm_engine import VllmEngine
     from forge_async.core.versions import PolicyVersion
@@ -16,7 +16,8 @@ def vllm_engine(folder: str, lora: dict[str, Any] | None = None, **policy: Any) 
 
     sizes = {"max_model_tokens": 128, "max_sequences": 64, "max_batch_tokens": 1024, "kv_cache_bytes": 4 << 20}
     settings = PolicySettings(**(sizes | policy))
-    engine = VllmEngine(folder, settings, PolicyVersion(), lora=LoraSettings(**lora) if lora else None)
+    adapters = {"lora": LoraSettings(**lora) if lora else None, "adapters_held": adapters_held}
+    engine = VllmEngine(folder, settings, PolicyVersion(), **adapters)
     return _TestedEngine(engine)
 
 

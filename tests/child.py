@@ -33,7 +33,9 @@ class Child:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.child", str(theirs.fileno())],
                 cwd=ROOT,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"} | dict(env or {}),
+                env=os.environ
+                | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"}
+                | dict(env or {}),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,

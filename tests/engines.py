@@ -69,10 +69,10 @@ class VllmSubject:
 class VllmAdapterSubject(VllmSubject):
     """vLLM with two adapters for one model, which is loaded with the first of them; then they travel alone."""
 
-    def __init__(self, child, base, adapters, targets):
+    def __init__(self, child, base, adapters, targets, held=1):
         from forge_async.weights.adapters import read_peft
 
-        self.engine = child.build("tests.backends:vllm_engine", str(base), {"rank": 4, "targets": list(targets)})
+        self.engine = child.build("tests.backends:vllm_engine", str(base), {"rank": 4, "targets": list(targets)}, held)
         self.base, self.weights = read_weights(base), [read_peft(folder) for folder in adapters]
         merged = [merge_by_hand(folder, folder.with_name(f"{folder.name}-merged")) for folder in adapters]
         self._references = [Reference(folder) for folder in merged]

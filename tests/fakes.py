@@ -61,16 +61,22 @@ class _Running:
     kept_sets: list[np.ndarray] = field(default_factory=list)
     truncated: bool = False
     done: bool = False
+    pinned: tuple[np.ndarray, PolicyVersion] | None = None
+    """Table and version that it goes on with, whatever was loaded beside them."""
 
 
 class FakeEngine:
-    """A bigram model behind the Engine port. `log` keeps the calls, in order; `fail_at_step` makes a step raise."""
+    """A bigram model behind the Engine port. `log` keeps the calls, in order; `fail_at_step` makes a step raise.
+
+    `versions_held`: how many versions can serve requests side by side.
+    """
 
     def __init__(self, table: np.ndarray | None = None, version: PolicyVersion | None = None, max_tokens: int = 64):
         self.table = bigram_table(0) if table is None else table
         self.version = version or PolicyVersion()
         self.log: list[tuple[str, Any]] = []
         self.fail_at_step: int | None = None
+        self.versions_held = 1
         self.num_steps = 0
         self._max_tokens = max_tokens
         self._running: dict[str, tuple[GenerationRequest, list[_Running]]] = {}
@@ -125,6 +131,21 @@ class FakeEngine:
         running = [(request, row) for request, rows in self._running.values() for row in rows if not row.done]
         return 0 if keep_kv else sum(len(request.prompt_token_ids) + len(row.tokens) for request, row in running)
 
+    def keeps_apart(self, weights: Mapping[str, Any] | None) -> bool:
+        return self.versions_held > 1 and weights is not None
+
+    def has_room(self) -> bool:
+        old = {row.pinned[1] for _, rows in self._running.values() for row in rows if row.pinned}
+        current = any(not row.pinned for _, rows in self._running.values() for row in rows)
+        return len(old) + max(current, 1) < self.versions_held
+
+    def load_beside(self, weights: Mapping[str, Any], version: PolicyVersion) -> None:
+        assert self.has_room()
+        table, served = self.table, self.version
+        self.load(weights, version)
+        for row in (row for _, rows in self._running.values() for row in rows):
+            row.pinned = row.pinned or (table, served)
+
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
         import torch
 
@@ -139,19 +160,20 @@ class FakeEngine:
         return Occupancy(num_running=running, num_waiting=0, num_preemptions=0, kv_usage=min(1.0, running / 100))
 
     def _advance(self, row: _Running, sampling: Sampling) -> None:
+        table, version = row.pinned or (self.table, self.version)
         if sampling.temperature > 0:
-            logits = self.table[row.last] / sampling.temperature
+            logits = table[row.last] / sampling.temperature
             logprobs = log_softmax(_without_left_out(logits, sampling) if sampling.leaves_out else logits)
             token = int(np.argmax(logprobs + row.rng.gumbel(size=len(logprobs))))
         else:
-            logprobs = log_softmax(self.table[row.last])
+            logprobs = log_softmax(table[row.last])
             token = int(np.argmax(logprobs))
         row.tokens.append(token)
         if sampling.records_kept_sets:
             order = np.argsort(-logprobs, kind="stable")
             row.kept_sets.append(kept_sets.from_logprobs(order[None], logprobs[order][None], is_whole=True))
         row.logprobs.append(float(logprobs[token]))
-        row.versions.append(self.version)
+        row.versions.append(version)
         row.last = token
         text = FakeRenderer().decode([*row.given, *row.tokens]) if sampling.stop_strings else ""
         stopped = token in sampling.stop_token_ids or any(each in text for each in sampling.stop_strings)

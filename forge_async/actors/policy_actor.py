@@ -56,6 +56,7 @@ class PolicyActor(ForgeActor):
         store: ActorHandle | None = None,
         swap: str = "keep_kv",
         lora: LoraSettings | None = None,
+        adapters_held: int = 1,
         hosts: Hosts | None = None,
     ) -> None:
         """With a store, it begins with the newest version that is readable there; without, `connect` and `pull`.
@@ -64,11 +65,12 @@ class PolicyActor(ForgeActor):
             hosts: where the ranks of its engine run, if there are several, and what their processes get; None: here.
             swap: what happens to requests in flight when weights arrive, a name of `policy.swap.MODES`.
             lora: the adapters that versions hold, if they hold adapters.
+            adapters_held: so many of them the engine holds at once.
         """
         self._name, self._model_folder = name, model_folder
         self._policy, self._weights = policy or PolicySettings(), weights or WeightsSettings()
         self._start_version, self._seed = start_version or PolicyVersion(), seed
-        self._store, self._lora = store, lora
+        self._store, self._lora, self._adapters_held = store, lora, adapters_held
         self._base = ""
         """The version whose parameters lie below the adapters that are served; "" while there is none."""
         self._served: PolicyVersion | None = None
@@ -283,7 +285,13 @@ class PolicyActor(ForgeActor):
         from forge_async.backends.vllm_engine import VllmEngine
 
         engine = VllmEngine(
-            self._model_folder, self._policy, self._start_version, self._seed, ranks=self._ranks, lora=self._lora
+            self._model_folder,
+            self._policy,
+            self._start_version,
+            self._seed,
+            ranks=self._ranks,
+            lora=self._lora,
+            adapters_held=self._adapters_held,
         )
         self._built = {"import_s": engine.import_s, "build_s": engine.build_s}
         # What start-up left behind stays for good: without this the collector walks it every few engine steps.

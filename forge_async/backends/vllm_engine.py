@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forge_async.backends.hf_renderer import HfRenderer
-from forge_async.backends.vllm_adapter import AdapterSlot, adapters_of, engine_arguments
+from forge_async.backends.vllm_adapter import AdapterSlots, adapters_of, engine_arguments
 from forge_async.backends.vllm_experts import expert_places
 from forge_async.backends.vllm_inside import Inside
 from forge_async.backends.vllm_process import prepare
@@ -55,6 +55,7 @@ class VllmEngine:
         *,
         ranks: Ranks | None = None,
         lora: LoraSettings | None = None,
+        adapters_held: int = 1,
     ) -> None:
         """Build the engine with weights of no meaning; `load` brings the first real ones.
 
@@ -65,6 +66,7 @@ class VllmEngine:
             seed: of draws whose request names none.
             ranks: the processes that hold the model together; None: this one holds all of it.
             lora: the adapters that `load` may be given, by an engine in this process alone; None: none.
+            adapters_held: so many adapters are held at once, those of requests in flight among them.
         """
         begun = time.perf_counter()
         require("vllm", feature="the policy engine")
@@ -76,7 +78,7 @@ class VllmEngine:
         self.import_s = time.perf_counter() - begun
         self._params_class, self._final_only = SamplingParams, RequestOutputKind.FINAL_ONLY
         self._refusals = (ValueError, VLLMError)
-        arguments = _arguments(model_folder, settings, seed, on_cpu) | engine_arguments(lora, on_cpu)
+        arguments = _arguments(model_folder, settings, seed, on_cpu) | engine_arguments(lora, adapters_held, on_cpu)
         self._ranks: RankWeights | None = None
         if ranks is None:
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
@@ -84,7 +86,8 @@ class VllmEngine:
             self._engine, self._ranks = build_on_ranks(ranks, arguments)
         self.build_s = time.perf_counter() - begun - self.import_s
         self._inside = Inside(self._engine)
-        self._slot = AdapterSlot(self._inside.model_runner(), lora) if lora else None
+        self._slots = AdapterSlots(self._inside.model_runner(), lora, adapters_held, version) if lora else None
+        self.versions_held = adapters_held
         self._folder = model_folder
         self._renderer: HfRenderer | None = None
         """The tokenizer, once a stop string has asked for text."""
@@ -110,6 +113,7 @@ class VllmEngine:
                     self._inside.watch(request.id, lambda request=request: self._watcher(request))
             except self._refusals as error:
                 refused[request.id] = str(error)
+                self._left(request.id)
         return refused
 
     def step(self) -> list[GenerationResult]:
@@ -134,11 +138,24 @@ class VllmEngine:
     def num_unfinished(self) -> int:
         return self._engine.get_num_unfinished_requests() + len(self._finished)
 
+    def keeps_apart(self, weights: Mapping[str, Any] | None) -> bool:
+        return self.versions_held > 1 and bool(weights) and all(map(is_adapter, weights))
+
+    def has_room(self) -> bool:
+        return self._slots is not None and self._slots.spare() is not None
+
+    def load_beside(self, weights: Mapping[str, Any], version: PolicyVersion) -> None:
+        if self._slots is None:
+            raise PolicyError(f"{version} cannot stand beside what is served: the engine was built without adapters.")
+        self._refuse_misfits(weights, version)
+        self._slots.write_beside(weights, version)
+        self._stamp(version)
+
     def load(self, weights: Mapping[str, Any] | None, version: PolicyVersion, *, keep_kv: bool = True) -> int:
         if self._ranks is None:
             self._refuse_misfits(weights or {}, version)
         try:
-            self._write(weights)
+            self._write(weights, version)
         except Exception as error:
             self._torn = f"the load of {version} broke off ({error})"
             raise
@@ -148,7 +165,7 @@ class VllmEngine:
         self._inside.salt_anew(self._salt)
         return num_dropped
 
-    def _write(self, weights: Mapping[str, Any] | None) -> None:
+    def _write(self, weights: Mapping[str, Any] | None, version: PolicyVersion) -> None:
         if self._ranks is not None:
             self._ranks.load()
             return
@@ -160,16 +177,16 @@ class VllmEngine:
             )
         for name in whole.keys() & self._experts.keys():
             self._experts[name].write(whole[name])
-        if self._slot:
-            self._slot.write(adapter)
+        if self._slots:
+            self._slots.write(adapter, version)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
         names = list(names)
         if self._ranks is not None:
             yield from self._ranks.read(names)
             return
-        if self._slot:
-            yield from self._slot.read(names)
+        if self._slots:
+            yield from self._slots.read(names)
             names = [name for name in names if not is_adapter(name)]
         if not names:
             return
@@ -194,6 +211,7 @@ class VllmEngine:
             for output in self._engine.step():
                 if output.finished and output.request_id == "score":
                     scored = output
+                    self._left("score")
                 elif output.finished:
                     self._finished.append(self._result(output.request_id, output.outputs))
         rows = scored.prompt_logprobs or []
@@ -210,15 +228,19 @@ class VllmEngine:
 
     def _enqueue(self, id: str, token_ids: np.ndarray, params: Any, *, salt: str) -> None:
         prompt: Any = {"prompt_token_ids": token_ids.tolist(), "cache_salt": salt}
-        self._engine.add_request(id, prompt, params, lora_request=self._slot.request if self._slot else None)
+        self._engine.add_request(id, prompt, params, lora_request=self._slots.enter(id) if self._slots else None)
+
+    def _left(self, id: str) -> PolicyVersion | None:
+        """Forget a request that has ended; the last version that served it, None where that is the engine's own."""
+        return self._slots.leave(id) if self._slots else None
 
     def _refuse_misfits(self, weights: Mapping[str, Any], version: PolicyVersion) -> None:
         """Raise WeightsError for the first tensor that is not as the engine holds it."""
         whole, adapter = adapters_of(weights)
-        if adapter and not self._slot:
+        if adapter and not self._slots:
             raise WeightsError(f"{version} holds adapters, and the engine was built without; give it learner.lora.")
-        if self._slot:
-            self._slot.check(adapter, version, self.version)
+        if self._slots:
+            self._slots.check(adapter, version, self.version)
         if not whole:
             return
         model = self._model()
@@ -265,6 +287,7 @@ class VllmEngine:
         rows = sorted(outputs, key=lambda row: row.index)
         lengths = np.array([len(row.token_ids) for row in rows], dtype=np.int32)
         logprobs, kept_set = _logprobs(rows, self._vocab_size)
+        last = self._left(id)
         routed = self._routing.take(id, lengths.tolist()) if self._routing else None
         return GenerationResult(
             id=id,
@@ -272,7 +295,7 @@ class VllmEngine:
                 lengths=lengths,
                 token_ids=np.concatenate([np.asarray(row.token_ids, dtype=np.int32) for row in rows]),
                 logprobs=logprobs,
-                versions=VersionRuns.of(run for row in rows for run in _runs(row)),
+                versions=VersionRuns.of(run for row in rows for run in _runs(row, last)),
                 truncated=np.array([row.finish_reason == "length" for row in rows]),
                 cut=np.array([row.finish_reason == "abort" for row in rows]),
                 kept_set=kept_set,
@@ -355,9 +378,11 @@ def _logprobs(rows: Sequence[Any], vocab_size: int) -> tuple[np.ndarray, np.ndar
     return logprobs[:, 0].copy(), kept_sets.from_logprobs(ids[:, 1:], logprobs[:, 1:], is_whole=whole)
 
 
-def _runs(row: Any) -> Iterator[tuple[int, int, int]]:
+def _runs(row: Any, last: PolicyVersion | None) -> Iterator[tuple[int, int, int]]:
+    """(tokens, step, incarnation) of each version; `last`: the newest that served the row, later ones did not."""
     if not row.weight_versions and row.token_ids:
         raise PolicyError("vLLM returned tokens without the version that made them.")
     for span in row.weight_versions:
         version = PolicyVersion.parse(span.version)
+        version = version if last is None else min(version, last)
         yield span.end - span.start, version.step, version.incarnation

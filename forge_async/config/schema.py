@@ -25,11 +25,15 @@ from forge_async.learner.settings import (
 from forge_async.observe.settings import ObserveSettings
 from forge_async.pipeline.settings import CheckpointSettings, EvalSettings, RunSettings, SftSettings
 from forge_async.policy.settings import PolicySettings, SamplingSettings
+from forge_async.policy.swap import swap_mode
 from forge_async.prompt.settings import TaskSettings
 from forge_async.replay.settings import AsyncSettings
 from forge_async.reward.settings import AdvantageSettings
 from forge_async.rollout.settings import RolloutSettings
 from forge_async.weights.settings import WeightsSettings
+
+MOST_ADAPTERS = 8
+"""Adapters that an engine is given room for, whatever the bound on age: each takes memory, used or not."""
 
 SECTIONS: dict[str, type] = {
     "": RootSettings,
@@ -215,6 +219,17 @@ class Config:
     def travelling_lora(self) -> LoraSettings | None:
         """The adapters that are published by themselves; None without adapters, or when they travel merged."""
         return self.lora if self.lora.rank and not self.weights.merge_adapters else None
+
+    def adapters_held(self) -> int:
+        """How many adapters an engine holds at once.
+
+        Only in a drain do requests end with the one that they began with. By the bound on age those are S + 1 versions
+        at most, and the next one comes beside them.
+        """
+        if self.travelling_lora() is None or not swap_mode(self.asynchrony.swap).drains:
+            return 1
+        bound = self.asynchrony.highest_staleness
+        return MOST_ADAPTERS if bound is None else min(bound + 2, MOST_ADAPTERS)
 
     def to_yaml(self) -> str:
         """Return YAML that names every key with its value; loading it again gives an equal Config."""

@@ -59,8 +59,8 @@ class Progress:
     """Why a request cannot be served, by id."""
     runnable: bool = False
     """Whether another turn would get on without anybody asking for something."""
-    stopped: bool = False
-    """Whether generation stands still for a pull."""
+    ready: bool = False
+    """Whether nothing is left that a swap must wait for, in a mode that has it wait."""
 
 
 class Driver:
@@ -80,6 +80,8 @@ class Driver:
         """Whether requests may enter and whether the engine may step."""
         self._stopped_at: float | None = None
         """When generation came to its stop for a pull."""
+        self._beside = False
+        """Whether the version that was pulled will be loaded beside those that requests in flight go on with."""
         self._unproven: int | None = None
         """Step of a version that was swapped in and has made no token yet."""
         self._num_preemptions = 0
@@ -89,13 +91,27 @@ class Driver:
         return not (self._admitting and self._stepping)
 
     def hold(self) -> None:
-        """Begin the stop that the mode asks for; a drain is over when the engine is empty."""
-        self._admitting, self._stepping = self._mode.admits_while_pulling, self._mode.steps_while_pulling
+        """Begin the stop that the mode asks for; a drain is over when the engine is empty.
+
+        An engine that holds several versions needs no drain, unless what is pulled turns out to be weights that cannot
+        stand beside others: `make_way` sees to it.
+        """
+        if not (self._mode.drains and self.engine.versions_held > 1):
+            self._hold()
+
+    def make_way(self, weights: Mapping[str, Any] | None) -> None:
+        """These weights were pulled: begin what they still have to wait for."""
+        self._beside = self._mode.drains and self.engine.keeps_apart(weights)
+        if not self._beside:
+            self._hold()
 
     def release(self) -> None:
         """End the stop."""
         self._admitting = self._stepping = True
-        self._stopped_at = None
+        self._stopped_at, self._beside = None, False
+
+    def _hold(self) -> None:
+        self._admitting, self._stepping = self._mode.admits_while_pulling, self._mode.steps_while_pulling
 
     def enqueue(self, requests: Iterable[GenerationRequest]) -> None:
         """Take requests in, in order; they enter the engine as soon as they may, urgent ones before the others."""
@@ -122,7 +138,7 @@ class Driver:
         if self._holding and not busy and self._stopped_at is None:
             self._stopped_at = time.perf_counter()
         done, self._done = self._done, Progress()
-        done.stopped = self._stopped_at is not None
+        done.ready = self._stopped_at is not None or (self._beside and self.engine.has_room())
         done.runnable = busy or bool(self._admitting and self._queue)
         return done
 
@@ -142,7 +158,11 @@ class Driver:
         """
         begun = time.perf_counter() if self._stopped_at is None else self._stopped_at
         occupancy, mode = self.engine.occupancy(), self._mode
-        recomputed = self.engine.load(weights, version, keep_kv=mode.in_flight != REBUILD)
+        recomputed = 0
+        if self._beside and weights is not None:
+            self.engine.load_beside(weights, version)
+        else:
+            recomputed = self.engine.load(weights, version, keep_kv=mode.in_flight != REBUILD)
         self.version_changed()
         if check is not None:
             check(self.engine)

@@ -104,6 +104,8 @@ class Engine(Protocol):
 
     version: PolicyVersion
     """What the engine serves now."""
+    versions_held: int
+    """How many versions can serve requests side by side; 1: a load is for all of them."""
 
     def add(self, requests: Sequence[GenerationRequest]) -> dict[str, str]:
         """Enqueue requests, in order; their ids are unique among the unfinished ones.
@@ -140,6 +142,22 @@ class Engine(Protocol):
 
         Returns the tokens of running requests whose KV was dropped.
         Raises WeightsError, before anything is written, when a tensor's shape or dtype is not the engine's.
+        """
+        ...
+
+    def keeps_apart(self, weights: Mapping[str, Any] | None) -> bool:
+        """Whether these weights can be loaded beside those that requests in flight go on with."""
+        ...
+
+    def has_room(self) -> bool:
+        """Whether a version can be loaded beside the others now; if not, then when an older one's last request ends."""
+        ...
+
+    def load_beside(self, weights: Mapping[str, Any], version: PolicyVersion) -> None:
+        """Have requests that come from now on served with these weights, which `keeps_apart` holds for.
+
+        Requests in flight keep theirs, and tokens are stamped accordingly. Raises like `load`, and PolicyError when
+        there is no room; either way all goes on as it was.
         """
         ...
 

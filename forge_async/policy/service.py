@@ -83,8 +83,8 @@ class RequestService:
         self._numbers = itertools.count()
         self._runnable = False
         self._wake = asyncio.Event()
-        self._stopped = asyncio.Event()
-        """Set while generation stands still for a pull, and when it never will."""
+        self._ready = asyncio.Event()
+        """Set while a swap need not wait for requests in flight, and when there will be none."""
         self._swapping = asyncio.Lock()
         self._loop_task: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
@@ -194,13 +194,15 @@ class RequestService:
     async def swap(
         self, weights: Mapping[str, Any] | None, version: PolicyVersion, check: Callable[[Engine], None] | None = None
     ) -> SwapRecord:
-        """Swap weights in, inside `pulling`, between two steps; a drain first waits for what is in flight.
+        """Swap weights in, inside `pulling`, between two steps; a drain first waits for what is in flight, unless that
+        can end with its own weights beside these.
 
         `check` looks at the engine after the load, on its thread, and may raise.
         """
         driver = self._serving
         if self._mode.holds:
-            await self._stopped.wait()
+            await self._command(lambda: driver.make_way(weights))
+            await self._ready.wait()
         return await self._command(lambda: driver.swap(weights, version, check))
 
     async def between_steps(self, command: Callable[[Engine], Any]) -> Any:
@@ -276,10 +278,10 @@ class RequestService:
 
     def _deliver(self, answers: list[_Answer], progress: Progress) -> None:
         self._runnable = progress.runnable
-        if progress.stopped:
-            self._stopped.set()
+        if progress.ready:
+            self._ready.set()
         else:
-            self._stopped.clear()
+            self._ready.clear()
         for future, value, error in answers:
             if future.done():
                 continue
@@ -319,7 +321,7 @@ class RequestService:
                 command.future.exception()  # seen: a stop that nobody awaits must not be reported as forgotten
         self._inbox, self._answering, self._commands, self._entries = [], [], [], {}
         self._runnable = False
-        self._stopped.set()
+        self._ready.set()
 
 
 _Answer = tuple[asyncio.Future[Any], Any, BaseException | None]

@@ -32,6 +32,11 @@ class SwapMode:
         """Whether generation comes to a stop before the swap, which begins when the pull begins."""
         return not (self.admits_while_pulling and self.steps_while_pulling)
 
+    @property
+    def drains(self) -> bool:
+        """Whether requests in flight end with the version that they began with."""
+        return self.steps_while_pulling and not self.admits_while_pulling
+
 
 MODES = {
     mode.name: mode

@@ -59,7 +59,9 @@ class Placement:
 
     async def _start(self, timeout_s: float) -> None:
         if not _is_short(Path(tempfile.gettempdir())):
-            self._redirect_tmp(str(SHORT_TMP))  # Monarch's sockets outlive this placement, so they are not in its folder
+            self._redirect_tmp(
+                str(SHORT_TMP)
+            )  # Monarch's sockets outlive this placement, so they are not in its folder
         _start_monarch(self.run_dir / "logs")
         self.guardian.add_path(self.tmp)
         on_start.append(self._guard)

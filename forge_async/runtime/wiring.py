@@ -237,8 +237,10 @@ async def _start_policy(name: str, number: int, config: Config, folder: Path, pl
         mesh_name=name, hosts=hosts, with_gpus=with_gpus, gpus_each=config.policy.tensor_parallel, **limits
     )
     settings, seed = (config.policy, config.weights, PolicyVersion()), config.root.seed
-    lora, swap = config.travelling_lora(), config.asynchrony.swap
-    return await options.as_actor(name, str(folder), *settings, seed, swap=swap, lora=lora, hosts=hosts)
+    adapters = {"lora": config.travelling_lora(), "adapters_held": config.adapters_held()}
+    return await options.as_actor(
+        name, str(folder), *settings, seed, swap=config.asynchrony.swap, hosts=hosts, **adapters
+    )
 
 
 async def _start_learner(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from forge_async.core.errors import FingerprintError, WeightsError
+from forge_async.core.errors import FingerprintError, PolicyError, WeightsError
 from forge_async.core.versions import PolicyVersion
 from forge_async.weights.fingerprint import check_fingerprint
 from forge_async.weights.manifest import build_manifest
@@ -24,7 +24,7 @@ def subject(engine_child, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
     base = without_end(make_model(folder / "base", "llama"))
     adapters = [random_adapter(folder / f"a{seed}", base, seed, targets=TARGETS) for seed in (1, 2)]
-    made = VllmAdapterSubject(engine_child, base, adapters, TARGETS)
+    made = VllmAdapterSubject(engine_child, base, adapters, TARGETS, held=3)
     made.plain = Reference(base)
     return made
 
@@ -68,6 +68,49 @@ def test_two_adapters_in_a_row_with_requests_before_during_and_after(engine, sub
     assert during.versions.per_token_steps().tolist() == [first.step] * 8 + [second.step] * 8
     apart = np.abs(subject.logprobs(0, [*PROMPT, 5, 6]) - subject.logprobs(1, [*PROMPT, 5, 6])).max()
     assert apart > 0.1, "the two adapters differ by far more than the tolerance"
+
+
+def test_an_adapter_stays_until_its_last_user_ends(engine, subject):
+    """Three versions in one step, each token by its own request's; what one has cached is found by no other."""
+    versions = [engine.version, *(PolicyVersion(step=next(VERSIONS)) for _ in range(3))]
+    assert engine.keeps_apart(subject.weights[1]) and not engine.keeps_apart(subject.base | subject.weights[1])
+    for number, tokens in enumerate((24, 16, 20)):
+        if number:
+            engine.load_beside(subject.weights[number % 2], versions[number])
+        engine.add([request(f"r{number}", LONG_PROMPT, n=2, tokens=tokens, seed=number)])
+        for _ in range(4):
+            engine.step()
+    assert not engine.has_room()
+    with pytest.raises(PolicyError, match="no place beside the adapters of the requests in flight"):
+        engine.load_beside(subject.weights[1], versions[3])
+    manifest = manifest_of(subject.weights[0], versions[2])
+    check_fingerprint(manifest, engine.read, "policy_0")
+    found = {}
+    while not engine.has_room():
+        found |= {result.id: result.completions for result in engine.step()}
+    assert list(found) == ["r1"], "the shortest has ended, and its adapter's place is free"
+    engine.load_beside(subject.weights[1], versions[3])
+    engine.add([request("r3", LONG_PROMPT, n=2, tokens=8)])
+    found |= finish(engine)
+    for number, version in enumerate(versions):
+        completions = found[f"r{number}"]
+        assert set(completions.versions.per_token_steps().tolist()) == {version.step}
+        for tokens, logprobs in zip(rows(completions), rows(completions, "logprobs"), strict=True):
+            assert_is(logprobs, subject.logprobs(number % 2, [*LONG_PROMPT, *tokens])[len(LONG_PROMPT) - 1 :])
+
+
+def test_one_that_is_cut_or_refused_gives_its_adapter_back(engine, subject):
+    engine.add([request("a", tokens=20)])
+    engine.load_beside(subject.weights[1], PolicyVersion(step=next(VERSIONS)))
+    assert engine.add([request("long", LONG_PROMPT * 2)]).keys() == {"long"}
+    engine.load_beside(subject.weights[0], PolicyVersion(step=next(VERSIONS)))
+    engine.add([request("b", tokens=20)])
+    engine.step()
+    assert engine.has_room(), "nobody has the second one"
+    engine.load_beside(subject.weights[1], PolicyVersion(step=next(VERSIONS)))
+    assert not engine.has_room()
+    engine.cut(["a", "b"])
+    assert engine.has_room() and not engine.num_unfinished()
 
 
 def test_a_swap_that_rebuilds_kv_has_the_new_adapter_read_everything(engine, subject):

@@ -55,7 +55,7 @@ class Served:
             self.driver.hold()
         meanwhile()
         progress = self.turn(2)
-        while self.mode.holds and not progress.stopped:
+        while self.mode.holds and not progress.ready:
             progress = self.turn()
         record = self.driver.swap(self.subject.weights[which], version)
         if self.mode.holds:
@@ -278,7 +278,7 @@ def test_a_swap_that_is_refused_leaves_everything_as_it_was(served):
     weights = {name: tensor[:-1] for name, tensor in served.subject.weights[1].items()}
     if served.mode.holds:
         served.driver.hold()
-        while not served.turn().stopped:
+        while not served.turn().ready:
             pass
     with pytest.raises(WeightsError, match="the engine"):
         served.driver.swap(weights, PolicyVersion(step=next(VERSIONS)))

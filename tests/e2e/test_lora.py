@@ -8,14 +8,21 @@ from pathlib import Path
 import pytest
 from e2e.runs import TINY, finish, run, start
 
+from forge_async.observe.rollout_log import read_rollouts
+
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 
 
 @pytest.mark.long
-def test_adapters_travel_alone_and_their_checkpoint_is_evaluated(tmp_path: Path, tiny_model: Path) -> None:
+@pytest.mark.parametrize("swap", ["keep_kv", "drain"])
+def test_adapters_travel_alone_and_their_checkpoint_is_evaluated(tmp_path: Path, tiny_model: Path, swap: str) -> None:
     words = [f"model.path={tiny_model}", *TINY, "steps=4", "async.max_staleness=1", "learner.lora.rank=8"]
-    ours = run(tmp_path, [*words, "weights.verify=full", "optimizer.lr=0.003", "objective.kl_weight=0.01"], 240)
+    words += [f"async.swap={swap}", "weights.verify=full", "optimizer.lr=0.003", "objective.kl_weight=0.01"]
+    ours = run(tmp_path, words, 240)
     assert ours.code == 0, ours.output
+    if swap == "drain":
+        made_by = [row["versions"] for row in read_rollouts(ours.folder / "rollouts.jsonl.zst")]
+        assert all(oldest == newest for oldest, newest in made_by)
     whole = (tiny_model / "model.safetensors").stat().st_size
     sizes = [row["weights/bytes"] for row in ours.rows]
     assert set(sizes) <= {0, sizes[-1]}

@@ -263,3 +263,19 @@ def test_a_constant_length_is_the_limit_unless_given() -> None:
     limit = Config().sampling.max_new_tokens
     assert compose([], ["objective.name=dr_grpo"]).whole_objective().constant_tokens == limit
     assert compose([], ["objective.constant_tokens=7"]).whole_objective().constant_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "held"),
+    [
+        (["async.swap=drain"], 1),
+        (["learner.lora.rank=8"], 1),
+        (["learner.lora.rank=8", "async.swap=drain", "weights.merge_adapters=true"], 1),
+        (["learner.lora.rank=8", "async.swap=drain", "async.max_staleness=2"], 4),
+        (["learner.lora.rank=8", "async.swap=drain", "async.max_staleness=30"], 8),
+        (["learner.lora.rank=8", "async.swap=drain", "async.buffer=stream"], 8),
+    ],
+)
+def test_an_engine_has_room_for_the_adapters_that_a_drain_keeps(words, held):
+    config, _ = load(words)
+    assert config.adapters_held() == held

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import time
 
 import pytest
@@ -24,12 +25,12 @@ def tables(seed=1):
     return {TABLE: torch.from_numpy(bigram_table(seed))}
 
 
-async def pull(service, fetched=None):
+async def pull(service, fetched=None, version=NEW):
     """A pull whose fetch ends when `fetched` is set."""
     async with service.pulling():
         if fetched is not None:
             await fetched.wait()
-        return await service.swap(tables(), NEW)
+        return await service.swap(tables(), version)
 
 
 async def generating(service, engine, length=10):
@@ -92,6 +93,57 @@ async def test_a_drain_finishes_what_is_in_flight_and_lets_nothing_new_in():
         entered = [call for call, _ in engine.log if call in ("add", "load")]
         assert entered == ["add", "load", "add"]
         assert (record.num_in_flight, record.discarded_tokens, record.recomputed_tokens) == (0, 0, 0)
+
+
+async def test_a_drain_needs_no_stop_where_versions_stand_side_by_side():
+    engine = GatedEngine()
+    engine.versions_held = 2
+
+    def reached(num_steps):
+        return engine.num_steps >= num_steps
+
+    async def step_until(condition):
+        while not condition():
+            following = engine.num_steps + 1
+            engine.let(1)
+            await until(functools.partial(reached, following))
+            await asyncio.sleep(0.005)
+
+    async with serving(engine, swap="drain") as service:
+        first = await generating(service, engine, length=60)
+        pulling = asyncio.create_task(pull(service))
+        await step_until(pulling.done)
+        second = service.submit([request("b", max_new_tokens=60)])
+        await step_until(lambda: added(engine) == ["a", "b"])
+        assert (calls(engine, "load"), pulling.result().num_in_flight) == ([9], 2)
+        third = asyncio.create_task(pull(service, version=PolicyVersion(step=10)))
+        late = service.submit([request("late", max_new_tokens=2)])
+        await step_until(lambda: added(engine) == ["a", "b", "late"])
+        await step_until(lambda: engine.num_steps == 50)
+        assert not third.done(), "the first version has requests, the second is served: no third beside them yet"
+        await step_until(third.done)
+        assert engine.num_unfinished() == 1, "the second has not ended"
+        engine.let(100)
+        assert runs(await only_result(service, first)) == [(0, 120)]
+        assert runs(await only_result(service, second)) == [(9, 120)]
+        assert runs(await only_result(service, late)) == [(9, 4)]
+        (result,) = await service.generate([request("c", max_new_tokens=2)])
+        assert runs(result.completions) == [(10, 4)]
+
+
+async def test_weights_that_cannot_stand_beside_others_are_drained_for():
+    engine = GatedEngine()
+    engine.versions_held, engine.keeps_apart = 2, lambda weights: False
+    async with serving(engine, swap="drain") as service:
+        ticket = await generating(service, engine)
+        pulling = asyncio.create_task(pull(service))
+        engine.let(2)
+        await until(lambda: engine.num_steps == 5)
+        late = service.submit([request("late", max_new_tokens=2)])
+        engine.let(50)
+        assert (await pulling).num_in_flight == 0
+        assert runs(await only_result(service, ticket)) == [(0, 20)]
+        assert runs(await only_result(service, late)) == [(9, 4)]
 
 
 async def test_blocking_stops_when_the_pull_begins_and_the_pause_says_how_long():
