@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import save_file
 
 from forge_async.actors.policy_actor import PolicyActor
 from forge_async.actors.store_actor import StoreActor
@@ -27,7 +30,7 @@ NAME = "policy_0"
 SETTINGS = PolicySettings(
     tensor_parallel=2, max_model_tokens=128, max_sequences=64, max_batch_tokens=1024, kv_cache_bytes=4 << 20
 )
-FULL = WeightsSettings(transport="shm", verify="full")
+FULL = WeightsSettings(transport="shm", verify="full", delta="never")
 
 
 @pytest.fixture(scope="module")
@@ -36,23 +39,23 @@ def folders(tmp_path_factory):
     return [without_end(make_model(tmp_path_factory.mktemp(f"m{seed}"), "qwen3_wide", seed)) for seed in (0, 1)]
 
 
-async def publish(plane, weights, step):
+async def publish(plane, weights, step, kind="full"):
     version = PolicyVersion(step=step)
     for rank, shards in enumerate(halves(weights)):
         await plane.stage(version, *Packer(rank).pack(shards))
-    await plane.commit(version, 2)
+    assert (await plane.commit(version, 2)).kind == kind
     return version
 
 
-async def start_policy(folders):
-    from forge_async.backends.weight_stores import open_plane
+async def start_policy(folders, settings=FULL):
+    from forge_async.backends.weight_stores import open_writing_plane
 
-    store = await StoreActor.options(mesh_name="store").as_actor(FULL)
+    store = await StoreActor.options(mesh_name="store").as_actor(settings)
     handle = await store.handle.call_one()
     options = PolicyActor.options(mesh_name=NAME, start_timeout_s=450)
-    policy = await options.as_actor(NAME, str(folders[0]), SETTINGS, FULL, swap="keep_kv")
+    policy = await options.as_actor(NAME, str(folders[0]), SETTINGS, settings, swap="keep_kv")
     await policy.connect.call_one(handle)
-    return policy, await policy.ranks.call_one(), open_plane(handle)
+    return policy, await policy.ranks.call_one(), open_writing_plane(handle)
 
 
 def is_running(pid):
@@ -74,7 +77,8 @@ async def test_ranks_serve_what_was_published_and_end_with_the_first_that_dies(f
     pids = [*policy.pids, *ranks.pids]
     assert len(set(pids)) == 3 and all(map(is_running, pids))
     for step, folder in enumerate([*folders, folders[0]]):
-        await assert_serves(policy, await publish(plane, read_weights(folder), step), Reference(folder))
+        pull = await assert_serves(policy, await publish(plane, read_weights(folder), step), Reference(folder))
+        assert pull.held_bytes == 0, "each rank copies out of the store's memory"
     other = {name: tensor.double() for name, tensor in read_weights(folders[1]).items()}
     with pytest.raises(WeightsError, match="the engine holds float32"):
         await policy.pull.call_one(await publish(plane, other, step=3))
@@ -95,9 +99,25 @@ async def test_ranks_serve_what_was_published_and_end_with_the_first_that_dies(f
     await assert_gone(pids, within_s=5)
 
 
+async def test_ranks_put_a_version_together_from_deltas(folders, tmp_path):
+    near = tmp_path / "near"
+    shutil.copytree(folders[0], near)
+    weights = read_weights(near)
+    weights["model.norm.weight"] *= 1.5
+    save_file(weights, near / "model.safetensors", {"format": "pt"})
+    policy, _, plane = await start_policy(folders, dataclasses.replace(FULL, delta="always"))
+    try:
+        for step, folder in enumerate([folders[0], near, folders[0], near]):
+            version = await publish(plane, read_weights(folder), step, "delta" if step else "full")
+            if step != 2:  # one is missed: the next is reached over both deltas
+                await assert_serves(policy, version, Reference(folder))
+    finally:
+        await policy.shutdown()
+
+
 async def assert_serves(policy, version, reference):
     pull = await policy.pull.call_one(version)
-    assert pull.version == version and pull.held_bytes == 0, "each rank copies out of the store's memory"
+    assert pull.version == version
     served, scored = await policy.score.call_one(np.array(PROMPT, dtype=np.int32))
     assert served == version
     assert scored == pytest.approx(reference.logprobs(PROMPT), abs=1e-4)
@@ -105,6 +125,7 @@ async def assert_serves(policy, version, reference):
     for tokens, logprobs in zip(result.completions.rows(), np.split(result.completions.logprobs, 4), strict=True):
         expected = reference.logprobs([*PROMPT, *tokens.tolist()])[len(PROMPT) - 1 :]
         assert logprobs == pytest.approx(expected, abs=1e-4)
+    return pull
 
 
 async def test_ranks_end_with_their_replica(folders):
