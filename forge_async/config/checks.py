@@ -103,6 +103,17 @@ def divergence_teaches(config: Config) -> str | None:
     return None
 
 
+def service_has_models(config: Config) -> str | None:
+    """A reference service is started for something."""
+    objective = config.objective
+    if config.reference.is_service and not (objective.kl_weight or objective.teacher):
+        return (
+            "reference.placement=service has no model to serve: objective.kl_weight=0 wants no reference, and "
+            "objective.teacher is empty; give one of them, or reference.placement=learner."
+        )
+    return None
+
+
 def values_get_rewards(config: Config) -> str | None:
     """A value head predicts rewards, so nothing else may have been subtracted from them or divided out."""
     objective, advantage = config.objective, config.advantage
@@ -318,6 +329,7 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     loss_has_a_term,
     updates_go_round,
     divergence_teaches,
+    service_has_models,
     values_get_rewards,
     overlong_fits,
     adapters_have_places,
