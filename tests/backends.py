@@ -62,6 +62,7 @@ def titan_learner(
     dtype: str = "float32",
     activation_checkpointing: str = "none",
     reads_frozen: bool = True,
+    compile: bool = False,
 ) -> Any:
     """A rank of a torchtitan learner; what was made before in this process is closed."""
     _enter_world(port, rank, ranks)
@@ -80,6 +81,7 @@ def titan_learner(
             expert_parallel=expert_parallel,
             dtype=dtype,
             activation_checkpointing=activation_checkpointing,
+            compile=compile,
         ),
         optimizer=OptimizerSettings(lr=lr, warmup_steps=0, decay=decay),
         total_steps=10,
