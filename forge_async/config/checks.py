@@ -114,6 +114,17 @@ def service_has_models(config: Config) -> str | None:
     return None
 
 
+def service_hang_is_named(config: Config) -> str | None:
+    """A reference service that hangs is to end the run by name, before its groups are lost for their own deadline."""
+    service_s, group_s = config.reference.timeout_s, config.rollout.group_timeout_s
+    if config.reference.is_service and service_s >= group_s:
+        return (
+            f"reference.timeout_s={service_s:g} is not below rollout.group_timeout_s={group_s:g}, so that a service "
+            f"that hangs would only lose groups; use reference.timeout_s={group_s / 2:g} or so."
+        )
+    return None
+
+
 def values_get_rewards(config: Config) -> str | None:
     """A value head predicts rewards, so nothing else may have been subtracted from them or divided out."""
     objective, advantage = config.objective, config.advantage
@@ -330,6 +341,7 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     updates_go_round,
     divergence_teaches,
     service_has_models,
+    service_hang_is_named,
     values_get_rewards,
     overlong_fits,
     adapters_have_places,

@@ -52,6 +52,11 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
         {"reference.placement": "service"},
         ["reference.placement=service has no model", "objective.kl_weight=0", "reference.placement=learner"],
     ),
+    (
+        c.service_hang_is_named,
+        {"reference.placement": "service", "objective.kl_weight": 0.1, "rollout.group_timeout_s": 60.0},
+        ["reference.timeout_s=120", "rollout.group_timeout_s=60", "reference.timeout_s=30"],
+    ),
     (c.values_get_rewards, {"objective.name": "ppo"}, ["objective.name=ppo", "advantage.baseline=none"]),
     (
         c.values_get_rewards,
