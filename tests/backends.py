@@ -62,18 +62,15 @@ def titan_learner(
     expert_parallel: int = 1,
     dtype: str = "float32",
     activation_checkpointing: str = "none",
+    reads_frozen: bool = True,
+    compile: bool = False,
 ) -> Any:
-    """A rank of a torchtitan learner; one made before in this process is closed."""
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-    )  # fmt: skip
+    """A rank of a torchtitan learner; what was made before in this process is closed."""
+    _enter_world(port, rank, ranks)
     from forge_async.backends.titan_learner import TitanLearner
     from forge_async.learner.loss import objective_loss
     from forge_async.learner.settings import LearnerSettings, LoraSettings, ObjectiveSettings, OptimizerSettings
 
-    if _learners:
-        _learners.pop().close()
     learner = TitanLearner(
         Path(folder),
         loss=objective_loss(ObjectiveSettings(**(objective or {})), correction),
@@ -85,6 +82,7 @@ def titan_learner(
             expert_parallel=expert_parallel,
             dtype=dtype,
             activation_checkpointing=activation_checkpointing,
+            compile=compile,
         ),
         optimizer=OptimizerSettings(lr=lr, warmup_steps=0, decay=decay),
         total_steps=10,
@@ -93,9 +91,38 @@ def titan_learner(
         publish_dtype=publish_dtype,
         lora=LoraSettings(**lora) if lora else None,
         merge_adapters=merge_adapters,
+        reads_frozen=reads_frozen,
     )
     _learners.append(learner)
     return learner
+
+
+def titan_reference(
+    policy_folder: str, port: int, folders: dict[str, str], *, rank: int = 0, ranks: int = 1, temperature: float = 1.0
+) -> Any:
+    """A rank of a reference service; what was made before in this process is closed."""
+    _enter_world(port, rank, ranks)
+    from forge_async.backends.titan_frozen import TitanReference
+    from forge_async.learner.settings import LearnerSettings
+
+    reference = TitanReference(
+        {name: Path(folder) for name, folder in folders.items()},
+        policy_folder=Path(policy_folder),
+        ranks=ranks,
+        learner=LearnerSettings(row_tokens=16, micro_batch_tokens=64),
+        temperature=temperature,
+    )
+    _learners.append(reference)
+    return reference
+
+
+def _enter_world(port: int, rank: int, ranks: int) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+    )  # fmt: skip
+    if _learners:
+        _learners.pop().close()
 
 
 class Insides:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from forge_async.actors.forge_actor import ActorHandle, ForgeActor, Hosts, concurrent_endpoint, endpoint
     from forge_async.actors.learner_actor import LearnerActor, LearnerPlan
     from forge_async.actors.policy_actor import PolicyActor
+    from forge_async.actors.reference_actor import ReferenceActor, ReferencePlan
     from forge_async.actors.remote import RemoteError
     from forge_async.actors.replay_actor import ReplayActor
     from forge_async.actors.service import Service, Session
@@ -25,6 +26,8 @@ __all__ = [
     "LearnerActor",
     "LearnerPlan",
     "PolicyActor",
+    "ReferenceActor",
+    "ReferencePlan",
     "RemoteError",
     "ReplayActor",
     "Service",
@@ -38,6 +41,8 @@ _MODULES = {
     "LearnerActor": "learner_actor",
     "LearnerPlan": "learner_actor",
     "PolicyActor": "policy_actor",
+    "ReferenceActor": "reference_actor",
+    "ReferencePlan": "reference_actor",
     "ReplayActor": "replay_actor",
     "Service": "service",
     "Session": "service",

@@ -69,6 +69,8 @@ class LearnerPlan:
     """Of rank 0: the model itself is trained."""
     merge_adapters: bool = False
     """As `weights.merge_adapters`."""
+    reads_frozen: bool = True
+    """Whether reference and teacher are on the learner's mesh; without, what they give comes with the samples."""
 
     @classmethod
     def of(cls, config: Config, model_folder: str) -> LearnerPlan:
@@ -91,6 +93,7 @@ class LearnerPlan:
             publish_dtype=config.policy.dtype,
             lora=config.lora,
             merge_adapters=config.weights.merge_adapters,
+            reads_frozen=not config.reference.is_service,
         )
 
 
@@ -311,6 +314,7 @@ class LearnerActor(ForgeActor):
             version=plan.version,
             lora=plan.lora,
             merge_adapters=plan.merge_adapters,
+            reads_frozen=plan.reads_frozen,
         )
         if plan.state_folder:
             self._learner.restore(Path(plan.state_folder), plan.version)

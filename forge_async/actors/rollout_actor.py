@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from forge_async.actors.forge_actor import ActorHandle, ForgeActor, concurrent_endpoint
 from forge_async.core.errors import ForgeError
-from forge_async.core.records import Group, Prompt
+from forge_async.core.records import Group, Prompt, Samples
 from forge_async.observe.process_stats import own_stats
 from forge_async.pipeline.evaluate import Evaluator
 from forge_async.pipeline.hand_over import make_and_hand_over
@@ -46,6 +48,8 @@ class RolloutPlan:
     evaluation: EvalSettings = field(default_factory=EvalSettings)
     limit: SampleLimit = field(default_factory=SampleLimit)
     """What the learner takes."""
+    reference_timeout_s: float | None = None
+    """As `reference.timeout_s`; None: no reference service scores what is to be trained on."""
 
 
 class RolloutActor(ForgeActor):
@@ -55,6 +59,8 @@ class RolloutActor(ForgeActor):
         self._plan = plan
         self._replicas: dict[str, _RemotePolicy] = {}
         self._replay: _RemoteSink | None = None
+        timeout_s = plan.reference_timeout_s
+        self._reference = None if timeout_s is None else _RemoteReference(timeout_s)
         self._exact: ProcessRewardPool | None = None
 
     async def setup(self) -> None:
@@ -82,6 +88,7 @@ class RolloutActor(ForgeActor):
             advantage=plan.advantage,
             rollout=plan.rollout,
             limit=plan.limit,
+            reference=self._reference,
         )
 
     async def teardown(self) -> None:
@@ -95,10 +102,14 @@ class RolloutActor(ForgeActor):
         return self._source.name, len(self._source)
 
     @concurrent_endpoint
-    async def connect(self, replicas: dict[str, ActorHandle], replay: ActorHandle) -> None:
-        """Learn who generates and who keeps groups."""
+    async def connect(
+        self, replicas: dict[str, ActorHandle], replay: ActorHandle, reference: ActorHandle | None = None
+    ) -> None:
+        """Learn who generates, who keeps groups, and who is the first rank of the reference service."""
         self._replicas = {name: _RemotePolicy(handle) for name, handle in replicas.items()}
         self._replay = _RemoteSink(replay)
+        if self._reference is not None:
+            self._reference.handle = reference
 
     @concurrent_endpoint
     async def make(self, admissions: Sequence[Admission], replica: str) -> list[GroupRecord]:
@@ -135,6 +146,7 @@ class RolloutActor(ForgeActor):
             num_salvaged=stats.num_salvaged,
             num_oversize=stats.num_oversize,
             num_unknown_tokens=stats.num_unknown_tokens,
+            reference_s=None if self._reference is None else stats.reference_s,
         )
 
 
@@ -152,6 +164,20 @@ class _RemotePolicy:
 
     async def cut(self, ticket: int) -> list[GenerationResult]:
         return await self._handle.cut.call_one(ticket)
+
+
+class _RemoteReference:
+    """The reference service's first rank as a Reference."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self.handle: ActorHandle | None = None
+        """Learnt when the worker is connected."""
+
+    async def score(self, samples: Samples) -> Mapping[str, np.ndarray]:
+        if self.handle is None:
+            raise ForgeError("The rollout worker is not connected to the reference service.")
+        return await self.handle.score.call_one(samples, timeout_s=self._timeout_s)
 
 
 class _RemoteSink:

@@ -23,6 +23,7 @@ from torchtitan.tools import utils as titan_utils
 
 from forge_async.backends import titan_lora
 from forge_async.core.errors import ConfigError
+from forge_async.core.packages import require_compiler
 from forge_async.learner.settings import LearnerSettings, LoraSettings, OptimizerSettings
 from forge_async.weights.adapters import base_folder, is_peft_folder, merge_all, read_peft
 
@@ -88,6 +89,8 @@ def _build(
     device: torch.device,
     lora: LoraSettings | None,
 ) -> torch.nn.Module:
+    if settings.compile and titan_cpu.ON_CPU:
+        require_compiler(feature="learner.compile=true")
     training = TrainingConfig(mixed_precision_param=settings.dtype)  # pyright: ignore[reportArgumentType]
     spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=training))
     with torch.device("meta"), titan_utils.set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):

@@ -11,32 +11,32 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
-from forge_async.backends import titan_cpu, titan_moe
+from forge_async.backends import titan_moe
+from forge_async.backends.titan_world import join_world, leave_world
 
 # isort: split
 import torch
 import torch.distributed as dist
 from torchtitan.components.optimizer import default_adamw
-from torchtitan.config import CommConfig, DebugConfig, ParallelismConfig
-from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan_distributed
-from torchtitan.tools import utils as titan_utils
 
 from forge_async.backends import titan_lora, titan_state
 from forge_async.backends.model_writer import write_model
-from forge_async.backends.titan_build import check_same_tokens, load_model, schedule_config
+from forge_async.backends.titan_build import load_model, schedule_config
 from forge_async.backends.titan_forward import forward
+from forge_async.backends.titan_frozen import CameWithSamples, Frozen, FrozenScores, OwnModels, load_frozen
 from forge_async.backends.titan_values import ValueHead
 from forge_async.backends.titan_weights import NamedWeights
-from forge_async.core.errors import ConfigError, NonFiniteError
+from forge_async.core.errors import NonFiniteError
 from forge_async.core.versions import PolicyVersion
 from forge_async.learner.batch import Share
 from forge_async.learner.counts import Counts
 from forge_async.learner.figures import step_figures, total_loss
+from forge_async.learner.frozen import frozen_folders
 from forge_async.learner.inputs import LossInputs
 from forge_async.learner.loss import Loss, LossTerms
 from forge_async.learner.mixture import load_figures
@@ -70,6 +70,7 @@ class TitanLearner:
         version: PolicyVersion | None = None,
         lora: LoraSettings | None = None,
         merge_adapters: bool = False,
+        reads_frozen: bool = True,
     ) -> None:
         """Build the model on this rank's device and load the folder's weights.
 
@@ -84,19 +85,17 @@ class TitanLearner:
             version: of the loaded weights; step 0 when None.
             lora: adapters that are trained in place of the model; None, or of rank 0: the model.
             merge_adapters: whether snapshots and checkpoints are of the whole model with its adapters added in.
+            reads_frozen: whether what reference and teacher give is computed here; without, it comes with the samples.
         """
         self.version = version or PolicyVersion()
         self._folder, self._loss, self._settings, self._optimizer_settings = model_folder, loss, learner, optimizer
         self._wanted = Wanted(temperature=temperature, chunk_tokens=learner.logit_chunk_tokens)
-        if titan_cpu.ON_CPU:
-            torch.set_num_threads(1)
-        self._device = titan_utils.get_local_device()
-        titan_utils.device_module.set_device(self._device)
-        self._dims, self._in_context = self._set_up_distributed(seed)
+        self._world = join_world(learner, seed)
+        self._device, self._dims, self._in_context = self._world.device, self._world.dims, self._world.in_context
         self._lora, self._merges = lora if lora and lora.rank else None, merge_adapters
         self._scale = self._lora.scale if self._lora else 1.0
         self._model, names = load_model(
-            model_folder, learner, self._parallelism, self._dims, self._device, lora=self._lora, seed=seed
+            model_folder, learner, self._world.parallelism, self._dims, self._device, lora=self._lora, seed=seed
         )
         self._optimizer = default_adamw(
             lr=optimizer.lr, betas=(optimizer.beta1, optimizer.beta2), weight_decay=optimizer.weight_decay
@@ -113,25 +112,23 @@ class TitanLearner:
         self._packer, self._adapter_packer = Packer(self.rank), Packer(self.rank)
         self.base = ""
         """The version whose snapshot holds what is frozen, so that later ones hold adapters only; "" before it."""
-        self._frozen = self._load_frozen()
+        self._frozen_scores = self._frozen(reads_frozen)
         self._values = self._value_head() if loss.needs_values else None
 
     @property
     def rank(self) -> int:
         """This process's rank, from 0."""
-        return dist.get_rank() if dist.is_initialized() else 0
+        return self._world.rank
 
     @property
     def batch_ranks(self) -> int:
         """How many shares a batch is split into (the data-parallel degree)."""
-        mesh = self._dims.get_optional_mesh("batch")
-        return mesh.size() if mesh is not None else 1
+        return self._world.batch_ranks
 
     @property
     def batch_rank(self) -> int:
         """Which share is this rank's."""
-        mesh = self._dims.get_optional_mesh("batch")
-        return mesh.get_local_rank() if mesh is not None else 0
+        return self._world.batch_rank
 
     def train(self, share: Share) -> StepResult:
         begun, counts = time.perf_counter(), share.counts
@@ -216,35 +213,19 @@ class TitanLearner:
 
     def close(self) -> None:
         """Leave the process group."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_world()
 
-    def _set_up_distributed(self, seed: int) -> tuple[ParallelDims, Any]:
-        self._parallelism = ParallelismConfig(
-            spmd_backend="partial_dtensor",
-            tensor_parallel_degree=self._settings.tensor_parallel,
-            expert_parallel_degree=self._settings.expert_parallel,
-        )
-        world_size = titan_distributed.init_distributed(CommConfig(trace_buf_size=0))
-        if world_size != self._settings.ranks:
-            raise ConfigError(f"learner.ranks={self._settings.ranks}, but {world_size} learner processes were started.")
-        dims = ParallelDims.from_config(self._parallelism, world_size)
-        titan_distributed.set_spmd_backend(self._parallelism.spmd_backend)
-        titan_distributed.set_determinism(dims, self._device, DebugConfig(seed=seed), distinct_seed_mesh_dims=["pp"])
-        return dims, titan_distributed.get_spmd_context(parallel_dims=dims)
-
-    def _load_frozen(self) -> dict[str, Any]:
-        """The models that are only read, by the name of what they give; each is sharded like the one that learns."""
-        reads_reference = self._loss.needs_reference and not self._lora  # with adapters: the model without them
-        wanted = {"reference_logprobs": self._folder} if reads_reference else {}
-        if self._loss.settings.teacher:
-            wanted["teacher_logprobs"] = Path(self._loss.settings.teacher)
-            check_same_tokens(self._folder, wanted["teacher_logprobs"])
-        models = {}
-        for name, folder in wanted.items():
-            model, _ = load_model(folder, self._settings, self._parallelism, self._dims, self._device)
-            models[name] = model.eval().requires_grad_(False)
-        return models
+    def _frozen(self, reads: bool) -> FrozenScores:
+        folders = frozen_folders(self._loss.settings, self._folder)
+        if not reads:
+            return CameWithSamples(tuple(folders))
+        own = {}
+        if self._lora and folders.pop("reference_logprobs", None):
+            own["reference_logprobs"] = Frozen(
+                model=self._model, during=lambda: titan_lora.without_adapters(self._model)
+            )
+        loaded = load_frozen(folders, self._settings, self._world, policy_folder=self._folder)
+        return OwnModels(own | loaded, self._wanted)
 
     def _value_head(self) -> ValueHead:
         mesh = self._dims.get_optional_mesh("batch")
@@ -300,13 +281,7 @@ class TitanLearner:
 
     def _inputs(self, columns: dict[str, torch.Tensor], num_segments: int, known: Known, update: int) -> LossInputs:
         entropy = "gradient" if self._loss.settings.entropy_weight else "figure" if self._loss.needs_entropy else "none"
-        # Another model chooses its experts itself: its distribution is what it would give.
-        plain = {name: column for name, column in columns.items() if name != "routed_experts"}
-        with torch.no_grad():
-            frozen = {name: forward(model, plain, self._wanted).logprobs for name, model in self._frozen.items()}
-            if self._loss.needs_reference and self._lora:
-                with titan_lora.without_adapters(self._model):
-                    frozen["reference_logprobs"] = forward(self._model, plain, self._wanted).logprobs
+        frozen = self._frozen_scores(columns)  # first: values are those of the last pass through the model
         found = forward(self._model, columns, replace(self._wanted, entropy=entropy))
         ages = (self.version.step + update - columns["steps"]).clamp(min=0) * (columns["steps"] >= 0)
         given = {"advantages": columns["advantages"]} | frozen | known

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from forge_async.core.packages import require_compiler
+
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -25,6 +27,8 @@ def prepare(compiles: bool, *, keeps_routing: bool = False) -> bool:
     os.environ.update(ENVIRONMENT)
     if keeps_routing:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the second has no place for a recorder
+    if on_cpu and compiles:
+        require_compiler(feature="policy.compile=true")
     if on_cpu:
         os.environ.update({k: v for k, v in CPU_ENVIRONMENT.items() if not (compiles and "DYNAMO" in k)})
         import vllm._custom_ops as custom_ops

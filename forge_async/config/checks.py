@@ -103,6 +103,28 @@ def divergence_teaches(config: Config) -> str | None:
     return None
 
 
+def service_has_models(config: Config) -> str | None:
+    """A reference service is started for something."""
+    objective = config.objective
+    if config.reference.is_service and not (objective.kl_weight or objective.teacher):
+        return (
+            "reference.placement=service has no model to serve: objective.kl_weight=0 wants no reference, and "
+            "objective.teacher is empty; give one of them, or reference.placement=learner."
+        )
+    return None
+
+
+def service_hang_is_named(config: Config) -> str | None:
+    """A reference service that hangs is to end the run by name, before its groups are lost for their own deadline."""
+    service_s, group_s = config.reference.timeout_s, config.rollout.group_timeout_s
+    if config.reference.is_service and service_s >= group_s:
+        return (
+            f"reference.timeout_s={service_s:g} is not below rollout.group_timeout_s={group_s:g}, so that a service "
+            f"that hangs would only lose groups; use reference.timeout_s={group_s / 2:g} or so."
+        )
+    return None
+
+
 def values_get_rewards(config: Config) -> str | None:
     """A value head predicts rewards, so nothing else may have been subtracted from them or divided out."""
     objective, advantage = config.objective, config.advantage
@@ -318,6 +340,8 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     loss_has_a_term,
     updates_go_round,
     divergence_teaches,
+    service_has_models,
+    service_hang_is_named,
     values_get_rewards,
     overlong_fits,
     adapters_have_places,

@@ -30,15 +30,24 @@ def hosts_share_equally(config: Config) -> str | None:
 
 
 def gpus_suffice(config: Config) -> str | None:
-    """Each learner rank and each rank of an engine has a GPU of its own, when there are GPUs."""
+    """Each rank of the learner, of an engine and of a reference service has a GPU of its own, when there are GPUs."""
     job, learner = config.job, config.learner.ranks
     policy = config.policy.replicas * config.policy.tensor_parallel
+    reference = config.reference.ranks if config.reference.is_service else 0
     if job.gpus_per_host == 0:
         return None
-    if job.kind in ("local", "process") and learner + policy > job.gpus_per_host:
+    beside = f", reference.ranks={reference}" if reference else ""
+    need = learner + policy + reference
+    if job.kind in ("local", "process") and need > job.gpus_per_host:
         return (
-            f"learner.ranks={learner} and {policy} engine ranks need {learner + policy} GPUs on this machine, but "
+            f"learner.ranks={learner}{beside} and {policy} engine ranks need {need} GPUs on this machine, but "
             f"job.gpus_per_host={job.gpus_per_host}; use fewer learner.ranks or policy.replicas, or more GPUs."
+        )
+    if reference and -(-learner // job.learner_hosts) + reference > job.gpus_per_host:
+        return (
+            f"reference.ranks={reference} need GPUs beside those of learner.ranks={learner} on the first of "
+            f"job.learner_hosts={job.learner_hosts} with job.gpus_per_host={job.gpus_per_host}; use more "
+            "job.learner_hosts, or reference.placement=learner."
         )
     for key, need, hosts_key, hosts in (
         ("learner.ranks", learner, "job.learner_hosts", job.learner_hosts),

@@ -21,6 +21,7 @@ from forge_async.learner.settings import (
     ModelSettings,
     ObjectiveSettings,
     OptimizerSettings,
+    ReferenceSettings,
 )
 from forge_async.observe.settings import ObserveSettings
 from forge_async.pipeline.settings import CheckpointSettings, EvalSettings, RunSettings, SftSettings
@@ -43,6 +44,7 @@ SECTIONS: dict[str, type] = {
     "sampling": SamplingSettings,
     "optimizer": OptimizerSettings,
     "objective": ObjectiveSettings,
+    "reference": ReferenceSettings,
     "advantage": AdvantageSettings,
     "async": AsyncSettings,
     "correction": CorrectionSettings,
@@ -67,6 +69,7 @@ TITLES: dict[str, str] = {
     "sampling": "how completions are sampled",
     "optimizer": "AdamW and its schedule",
     "objective": "the loss",
+    "reference": "where reference and teacher are",
     "advantage": "rewards to advantages",
     "async": "the dials of asynchrony",
     "correction": "the numbers of async.correction",
@@ -165,6 +168,8 @@ class Config:
     """Keys under `optimizer`."""
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
     """Keys under `objective`."""
+    reference: ReferenceSettings = field(default_factory=ReferenceSettings)
+    """Keys under `reference`."""
     advantage: AdvantageSettings = field(default_factory=AdvantageSettings)
     """Keys under `advantage`."""
     asynchrony: AsyncSettings = field(default_factory=AsyncSettings)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -83,6 +84,23 @@ def require(module: str, *, feature: str) -> None:
         raise MissingPackageError(
             f"{feature} was built on {name} {package.suited} and finds {version}:"
             f" install it with {package.install}, or set {ANY_VERSION_VARIABLE}=1 to try what is there."
+        )
+
+
+def require_compiler(*, feature: str) -> None:
+    """Check that torch finds a C++ compiler, which it makes kernels for a CPU with; imports nothing.
+
+    Args:
+        feature: what needs it, as the subject of the error's sentence, such as `learner.compile=true`.
+
+    Raises:
+        MissingPackageError: there is none.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise MissingPackageError(
+            f"{feature} needs a C++ compiler, and {compiler} is not found: install one, such as with `apt-get install "
+            "g++`, name it in the environment variable CXX, or leave compile=true out."
         )
 
 

@@ -18,6 +18,9 @@ from forge_async.core.versions import VersionRuns
 
 _NO_STEP = np.int32(np.iinfo(np.int32).max)
 
+OPTIONAL_COLUMNS = ("kept_set", "routed_experts", "reference_logprobs", "teacher_logprobs")
+"""The fields of Samples that are arrays of T tokens, or None; the kept set first."""
+
 SCHEMA = 1
 """Number of this record layout; written with every stored group so that a reader can refuse what it does not know."""
 
@@ -103,6 +106,10 @@ class Samples:
     at least one: `logprobs` are renormalised over them, and so the learner's must be."""
     routed_experts: np.ndarray | None = None
     """Optional: experts chosen while sampling, uint8 or int16 [T, layers, experts a token] (`core/routing.py`)."""
+    reference_logprobs: np.ndarray | None = None
+    """Optional: float32 [T], those of the reference model where a service gave them; 0 where loss_mask is false."""
+    teacher_logprobs: np.ndarray | None = None
+    """Optional: the same of the teacher."""
     schema: int = SCHEMA
 
     def __len__(self) -> int:
@@ -117,6 +124,10 @@ class Samples:
     def num_loss_tokens(self) -> int:
         """Tokens that are trained on."""
         return int(self.loss_mask.sum())
+
+    def optional_columns(self) -> dict[str, Any]:
+        """Those of the columns that are optional and there, by name; T entries each."""
+        return {name: column for name in OPTIONAL_COLUMNS if (column := getattr(self, name)) is not None}
 
     def bounds(self) -> np.ndarray:
         """int64 [N + 1], where each sample starts on the flat axis, and the end."""
@@ -143,8 +154,7 @@ class Samples:
             logprobs=self.logprobs[take],
             advantages=self.advantages[take],
             versions=self.versions.take(take),
-            kept_set=None if self.kept_set is None else self.kept_set[take],
-            routed_experts=None if self.routed_experts is None else self.routed_experts[take],
+            **{name: column[take] for name, column in self.optional_columns().items()},
         )
 
     @classmethod
@@ -160,7 +170,7 @@ class Samples:
             advantages=np.concatenate([part.advantages for part in parts]),
             versions=VersionRuns.concat([part.versions for part in parts]),
             kept_set=kept_sets.lay_together([part.kept_set for part in parts], [part.num_tokens for part in parts]),
-            routed_experts=_concat_optional([part.routed_experts for part in parts], "routed_experts"),
+            **_concat_optional(parts),
         )
 
 
@@ -187,10 +197,14 @@ def bounds(lengths: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
-def _concat_optional(columns: Sequence[np.ndarray | None], name: str) -> np.ndarray | None:
-    present = [column for column in columns if column is not None]
-    if not present:
-        return None
-    if len(present) != len(columns):
-        raise ForgeError(f"Samples with and without {name} cannot be laid together: record it for all or for none.")
-    return np.concatenate(present)
+def _concat_optional(parts: Sequence[Samples]) -> dict[str, Any]:
+    """The optional columns but for the kept set, whose rows differ in width."""
+    columns = [part.optional_columns() for part in parts]
+    found = {}
+    for name in OPTIONAL_COLUMNS[1:]:
+        present = [of_part[name] for of_part in columns if name in of_part]
+        if present and len(present) != len(parts):
+            raise ForgeError(f"Samples with and without {name} cannot be laid together: record it for all or for none.")
+        if present:
+            found[name] = np.concatenate(present)
+    return found

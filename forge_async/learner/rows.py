@@ -15,7 +15,9 @@ from forge_async.learner.layout import MicroBatch
 
 COLUMNS = ("token_ids", "positions", "targets", "mask", "behaviour_logprobs", "advantages", "steps", "segments")
 """The fields of Rows that are arrays of every micro-batch."""
-OPTIONAL_COLUMNS = ("kept_set", "routed_experts")
+FROZEN_COLUMNS = ("reference_logprobs", "teacher_logprobs")
+"""Those of them that models which are only read have given."""
+OPTIONAL_COLUMNS = ("kept_set", "routed_experts", *FROZEN_COLUMNS)
 """The fields of Rows that are arrays of some."""
 
 
@@ -45,6 +47,10 @@ class Rows:
     """int64 [B, L, K], the ids that the next token was sampled from, -1 padded; None: the whole vocabulary."""
     routed_experts: np.ndarray | None = None
     """uint8 or int16 [B, L, layers, experts a token] (`core/routing.py`), of the token itself; unknown in padding."""
+    reference_logprobs: np.ndarray | None = None
+    """float32 [B, L], of the next token, where the samples came with them."""
+    teacher_logprobs: np.ndarray | None = None
+    """The same of the teacher."""
 
     @property
     def num_segments(self) -> int:
@@ -103,7 +109,8 @@ def _fill(samples: Samples, rows: MicroBatch) -> Rows:
     width = max(sum(int(samples.lengths[index]) for index in row) for row in rows)
     shape = (len(rows), width)
     token_ids, positions, targets = (np.zeros(shape, np.int64) for _ in range(3))
-    mask, behaviour, advantages = (np.zeros(shape, np.float32) for _ in range(3))
+    columns = _float_columns(samples)
+    floats = {name: np.zeros(shape, np.float32) for name in columns}
     order = tuple(index for row in rows for index in row)
     steps, segments = np.full(shape, NOT_SAMPLED, np.int64), np.full(shape, len(order), np.int64)
     sets = np.zeros((0, 0), np.int32) if samples.kept_set is None else samples.kept_set
@@ -111,38 +118,60 @@ def _fill(samples: Samples, rows: MicroBatch) -> Rows:
     routed = None if samples.routed_experts is None else _unrouted(shape, samples.routed_experts)
     made_by, numbers = samples.versions.per_token_steps(), iter(range(len(order)))
     for b, row in enumerate(rows):
-        column = 0
+        place = 0
         for index in row:
             start, stop = int(edges[index]), int(edges[index + 1])
             count = stop - start
-            here, ahead = slice(column, column + count), slice(column, column + count - 1)
+            here, ahead = slice(place, place + count), slice(place, place + count - 1)
             token_ids[b, here] = samples.token_ids[start:stop]
             positions[b, here] = np.arange(count)
             targets[b, ahead] = samples.token_ids[start + 1 : stop]
-            mask[b, ahead] = samples.loss_mask[start + 1 : stop]
-            behaviour[b, ahead] = samples.logprobs[start + 1 : stop]
-            advantages[b, ahead] = samples.advantages[start + 1 : stop]
+            for name, column in columns.items():
+                floats[name][b, ahead] = column[start + 1 : stop]
             steps[b, ahead] = np.where(samples.loss_mask[start + 1 : stop], made_by[start + 1 : stop], NOT_SAMPLED)
             segments[b, here] = next(numbers)
             if len(sets):
                 kept_set[b, ahead] = sets[start + 1 : stop]
             if routed is not None and samples.routed_experts is not None:
                 routed[b, here] = samples.routed_experts[start:stop]
-            column += count
-        positions[b, column:] = np.arange(width - column)
+            place += count
+        positions[b, place:] = np.arange(width - place)
     return Rows(
         token_ids=token_ids,
         positions=positions,
         targets=targets,
-        mask=mask,
-        behaviour_logprobs=behaviour,
-        advantages=advantages,
         steps=steps,
         segments=segments,
         sample_indices=order,
         kept_set=kept_set if len(sets) else None,
         routed_experts=routed,
+        **floats,
     )
+
+
+def _float_columns(samples: Samples) -> dict[str, np.ndarray]:
+    """[T] each, by the field of Rows that they fill."""
+    always = {"mask": samples.loss_mask, "behaviour_logprobs": samples.logprobs, "advantages": samples.advantages}
+    return always | {name: each for name, each in samples.optional_columns().items() if name in FROZEN_COLUMNS}
+
+
+def lay_back(found: np.ndarray, samples: Samples, rows: MicroBatch, flat: np.ndarray) -> None:
+    """Write what was found for the targets of packed rows to the tokens that they are: `build_micro_batches` undone.
+
+    Args:
+        found: [B, L], entry [b, l] of the token that follows token [b, l].
+        samples: T tokens.
+        rows: where its samples lie.
+        flat: [T], written where these samples have tokens to train on.
+    """
+    edges = samples.bounds()
+    for b, row in enumerate(rows):
+        place = 0
+        for index in row:
+            tokens = slice(int(edges[index]) + 1, int(edges[index + 1]))
+            count = tokens.stop - tokens.start
+            flat[tokens] = np.where(samples.loss_mask[tokens], found[b, place : place + count], 0)
+            place += count + 1
 
 
 def _unrouted(shape: tuple[int, int], like: np.ndarray) -> np.ndarray:

@@ -74,7 +74,7 @@ class LearnerSettings:
     activation_checkpointing: str = setting(
         "none", "recompute activations in the backward pass", choices=("none", "selective", "full")
     )
-    compile: bool = setting(False, "compile the model; slower to start")
+    compile: bool = setting(False, "compile the model; slower to start, and `bench compile` says when it pays")
 
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -144,7 +144,7 @@ class ObjectiveSettings:
         0.0, "the loss of a negative advantage is at most this many times its size; 0: no such bound", low=0.0
     )
     kl_weight: float = setting(
-        0.0, "weight of the divergence from the reference, a copy of the initial model on the learner's mesh", low=0.0
+        0.0, "weight of the divergence from the reference, the initial model (reference.placement)", low=0.0
     )
     kl_kind: str = setting(
         "k3",
@@ -176,6 +176,27 @@ class ObjectiveSettings:
         """Whether tokens whose advantage is 0 have a gradient all the same; of a user's function nobody can say."""
         others = self.kl_weight or self.entropy_weight or self.teacher or self.normalise_advantages
         return bool(others) or self.has_values or ":" in self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceSettings:
+    """Keys under `reference`: of the models that are only read, the reference and the teacher."""
+
+    placement: str = setting(
+        "learner",
+        "where they are. learner: on its mesh, sharded like its model; service: in processes of their own, which score "
+        "samples before the learner takes them",
+        choices=("learner", "service"),
+    )
+    ranks: int = setting(1, "placement=service: its processes; parameters are sharded over them (FSDP2)", low=1)
+    timeout_s: float = setting(
+        120.0, "placement=service: longest time that it may take for the groups that ended together", unit="s", low=0.1
+    )
+
+    @property
+    def is_service(self) -> bool:
+        """Whether they are in processes of their own."""
+        return self.placement == "service"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,6 +122,9 @@ EFFECTIVE_FRACTION = _sometimes(
 )
 MASKED_FRACTION = _sometimes("ratio/masked_fraction", "", "share of the loss tokens that the correction left out")
 ENTROPY = _sometimes("policy/entropy", "nats", "mean entropy of the policy at the loss tokens")
+REFERENCE_BUSY = _sometimes(
+    "reference/busy_fraction", "", "share of the step's time that rollout workers waited for the reference service"
+)
 REFERENCE_KL = _sometimes("reference/kl", "nats", "mean divergence from the reference a token, k3")
 TEACHER_KL = _sometimes("teacher/kl", "nats", "mean divergence from the teacher a token, k3")
 LOSS_OBJECTIVE = _sometimes("loss/objective", "", "the objective's part of the loss, where it has several")

@@ -16,7 +16,8 @@ from forge_async.observe import names
 
 _REMEDIES = {
     "generation": "add policy replicas (policy.replicas) or shorten completions (sampling.max_new_tokens)",
-    "scoring": "add reward workers (rollout.reward_workers) or make the reward function cheaper",
+    "scoring": "add reward workers (rollout.reward_workers), make the reward function cheaper, or add ranks to a "
+    "reference service (reference.ranks)",
     "training": "add learner ranks (learner.ranks) or train on fewer tokens a step",
     "weights": "publish less often (async.publish_every) or take a faster way (weights.transport)",
 }
@@ -64,14 +65,20 @@ def stage_times(row: Mapping[str, Any], step_s: float | None) -> StageTimes:
     moved = (number(row, names.WEIGHTS_PUBLISH_S) or 0.0) + (number(row, names.WEIGHTS_PULL_S) or 0.0)
     return StageTimes(
         generation=_stage(row, names.STAGE_GENERATION_S, names.POLICY_BUSY, step_s),
-        scoring=_stage(row, names.STAGE_SCORING_S, names.REWARD_BUSY, step_s),
+        # A worker waits for rewards, then for the reference service.
+        scoring=_stage(row, names.STAGE_SCORING_S, names.REWARD_BUSY, step_s)
+        + _busy(row, names.REFERENCE_BUSY, step_s),
         training=_stage(row, names.STAGE_TRAINING_S, names.LEARNER_BUSY, step_s),
         weights=_first_known(number(row, names.STAGE_WEIGHTS_S), moved),
     )
 
 
 def _stage(row: Mapping[str, Any], own: str, busy_fraction: str, step_s: float | None) -> float:
-    return _first_known(number(row, own), (number(row, busy_fraction) or 0.0) * (step_s or 0.0))
+    return _first_known(number(row, own), _busy(row, busy_fraction, step_s))
+
+
+def _busy(row: Mapping[str, Any], busy_fraction: str, step_s: float | None) -> float:
+    return (number(row, busy_fraction) or 0.0) * (step_s or 0.0)
 
 
 def _first_known(value: float | None, otherwise: float) -> float:

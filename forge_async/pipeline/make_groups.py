@@ -18,6 +18,7 @@ from forge_async.core.records import Completions, Group, Prompt
 from forge_async.core.rng import request_seed
 from forge_async.pipeline.collecting import collected
 from forge_async.pipeline.ports import Admission, PolicyClient
+from forge_async.pipeline.reference_scores import Reference, with_reference_scores
 from forge_async.policy.ports import GenerationRequest, GenerationResult, Sampling
 from forge_async.policy.rows import completions_of, rows_of
 from forge_async.prompt.ports import PromptSource, Renderer
@@ -66,6 +67,8 @@ class WorkerStats:
 
     score_s: float = 0.0
     """Seconds spent scoring."""
+    reference_s: float = 0.0
+    """Seconds spent waiting for the reference service."""
     groups: int = 0
     """Groups scored."""
     num_cut: int = 0
@@ -112,12 +115,14 @@ class GroupMaker:
         rollout: RolloutSettings,
         now_s: Callable[[], float] = time.time,
         limit: SampleLimit | None = None,
+        reference: Reference | None = None,
     ) -> None:
-        """`now_s` is the wall clock that groups are stamped with."""
+        """`now_s` is the wall clock that groups are stamped with; `reference` scores what is to be trained on."""
         self._now_s = now_s
         self._source, self._renderer, self._rewards = source, renderer, rewards
         self._sampling, self._group_size, self._run_seed = sampling, group_size, run_seed
         self._advantage, self._rollout, self._limit = advantage, rollout, limit or SampleLimit()
+        self._reference = reference
         self._stats = WorkerStats()
 
     async def make(
@@ -180,7 +185,7 @@ class GroupMaker:
         limit = asyncio.timeout_at(deadline_s)
         try:
             async with limit:
-                return lost + [*await self._score(kept)]
+                return lost + [*await self._with_reference_scores(await self._score(kept))]
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -217,6 +222,21 @@ class GroupMaker:
         return [
             self._group(each, row, group_texts, generated_s, scored_s)
             for each, row, group_texts in zip(finished, rows, texts, strict=True)
+        ]
+
+    async def _with_reference_scores(self, made: Sequence[MadeGroup]) -> Sequence[MadeGroup]:
+        """Their groups scored by the reference service, if there is one, but for those that are not trained on."""
+        wanted = [each for each in made if not each.outcome]
+        if self._reference is None or not wanted:
+            return made
+        begun_s = self._now_s()
+        groups = await with_reference_scores([each.group for each in wanted], self._reference)
+        ended_s = self._now_s()
+        self._stats.reference_s += ended_s - begun_s
+        self._stats.spans.append(("reference", "work", begun_s, ended_s - begun_s))
+        scored = {group.index: group for group in groups}
+        return [
+            dataclasses.replace(each, group=scored.get(each.group.index, each.group), scored_s=ended_s) for each in made
         ]
 
     def _decode(self, completions: Completions) -> tuple[str, ...]:

@@ -139,6 +139,8 @@ class WorkerReport:
     """Samples above `learner.max_sample_tokens`, cut or refused."""
     num_unknown_tokens: int = 0
     """Sampled tokens that are not trained on because their kept set was too large to be recorded."""
+    reference_s: float | None = None
+    """Seconds spent waiting for the reference service; None where there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -237,6 +237,7 @@ class Recorder:
             names.LEARNER_WAIT_DATA_S: first.wait_data_s,
             names.POLICY_BUSY: min(1.0, sum(each.service.busy_s for each in stats) / len(stats) / step_s),
             names.REWARD_BUSY: min(1.0, sum(report.score_s for report in reports) / len(reports) / step_s),
+            **_reference_figures(reports, step_s),
             "packing/useful_fraction": batch["tokens/computed"] / max(result.num_row_tokens, 1),
             **_engine_figures(stats),
             names.ROLLOUTS_CUT: sum(report.num_cut for report in reports),
@@ -361,6 +362,12 @@ def transport_line(pull: Pull) -> str:
     """Which transport carried a pull, and at what rate."""
     megabytes, took_s = pull.num_bytes / 1e6, max(pull.fetch_s + pull.pause_s, 1e-9)
     return f"{pull.transport}, {megabytes:.3g} MB in {1e3 * took_s:.0f} ms ({megabytes / took_s:.3g} MB/s)"
+
+
+def _reference_figures(reports: Sequence[WorkerReport], step_s: float) -> dict[str, float]:
+    """How long workers waited for the reference service, if there is one."""
+    waits = [report.reference_s for report in reports if report.reference_s is not None]
+    return {names.REFERENCE_BUSY: min(1.0, sum(waits) / len(waits) / step_s)} if waits else {}
 
 
 def _engine_figures(stats: Sequence[ReplicaStats]) -> dict[str, float]:

@@ -25,7 +25,7 @@ class PolicySettings:
     kv_cache_bytes: int = setting(64 << 20, "memory of the engine's KV cache", unit="bytes", low=1 << 20)
     block_tokens: int = setting(32, "tokens of a KV block; a multiple of 32 on CPU", unit="tokens", low=16)
     prefix_cache: bool = setting(True, "reuse the KV of equal prompt prefixes made by the same version")
-    compile: bool = setting(False, "compile the engine's model; slower to start")
+    compile: bool = setting(False, "compile the engine's model; slower to start, and `bench compile` says when it pays")
     keep_routing: bool = setting(
         False,
         "mixtures of experts: record which experts each token took while it was sampled, and have the learner's tokens "

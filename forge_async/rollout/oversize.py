@@ -75,8 +75,7 @@ def _first(samples: Samples, lengths: np.ndarray) -> Samples:
         logprobs=samples.logprobs[kept],
         advantages=samples.advantages[kept],
         versions=samples.versions.take(kept),
-        kept_set=None if samples.kept_set is None else samples.kept_set[kept],
-        routed_experts=None if samples.routed_experts is None else samples.routed_experts[kept],
+        **{name: column[kept] for name, column in samples.optional_columns().items()},
     )
 
 

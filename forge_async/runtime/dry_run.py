@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forge_async.config.schema import Config
+from forge_async.learner.frozen import frozen_folders
 from forge_async.replay.lanes import Lanes
 from forge_async.replay.settings import AUTO
 from forge_async.runtime import jobs, preflight
@@ -20,6 +21,7 @@ from forge_async.runtime.model_shape import DTYPE_BYTES, ModelShape, read_shape
 BASE_BYTES = {
     "controller": 120e6,
     "learner": 700e6,
+    "reference": 700e6,
     "policy": 800e6,
     "rollout": 200e6,
     "store": 360e6,
@@ -168,6 +170,7 @@ def _rows(config: Config, shape: ModelShape | None) -> list[Row]:
             what=f"torchtitan, {mesh}{learner.dtype}{', a GPU each' if gpu else ''}",
             num_bytes=sizes["learner"],
         ),
+        *_reference_rows(config, sizes),
         Row(
             kind="policy",
             number=policy.replicas * policy.tensor_parallel,
@@ -184,6 +187,22 @@ def _rows(config: Config, shape: ModelShape | None) -> list[Row]:
         ),
         Row(kind="store", number=1, where="here", what="torchstore, weights by version", num_bytes=sizes["store"]),
         Row(kind="replay", number=1, where="here", what="ledger, buffer, journal", num_bytes=sizes["replay"]),
+    ]
+
+
+def _reference_rows(config: Config, sizes: dict[str, float]) -> list[Row]:
+    if not config.reference.is_service:
+        return []
+    gpu = ", a GPU each" if config.job.gpus_per_host else ""
+    names = " and ".join(name.removesuffix("_logprobs") for name in frozen_folders(config.objective, Path()))
+    return [
+        Row(
+            kind="reference",
+            number=config.reference.ranks,
+            where=_place(config, "learner"),
+            what=f"torchtitan, {names}, read only{gpu}",
+            num_bytes=sizes["reference"],
+        )
     ]
 
 
@@ -207,10 +226,23 @@ def _sizes(config: Config, shape: ModelShape | None) -> dict[str, float]:
     copies = 3 if config.weights.makes_deltas(is_shared=config.weights.transport in ("auto", "shm")) else 1
     sizes["learner"] += (shape.num_parameters * TRAINING_BYTES + copies * published) / learner.ranks
     sizes["learner"] += _forward_bytes(config, shape)
+    where, ranks = ("reference", config.reference.ranks) if config.reference.is_service else ("learner", learner.ranks)
+    sizes[where] += _frozen_bytes(config, shape) / ranks
     # What it serves, and the version that is arriving.
     sizes["policy"] += 2 * published / policy.tensor_parallel + policy.kv_cache_bytes
     sizes["store"] += (config.weights.keep_versions + 1) * published
     return sizes
+
+
+def _frozen_bytes(config: Config, shape: ModelShape) -> float:
+    """Of the models that are only read, in float32; with adapters the learner has the reference below them."""
+    folders = frozen_folders(config.objective, Path())
+    if config.lora.rank and not config.reference.is_service:
+        folders.pop("reference_logprobs", None)
+    shapes = [
+        read_shape(folder, str(folder)) if name == "teacher_logprobs" else shape for name, folder in folders.items()
+    ]
+    return 4.0 * sum(each.num_parameters for each in shapes)
 
 
 def _forward_bytes(config: Config, shape: ModelShape) -> float:

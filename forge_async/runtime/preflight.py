@@ -10,7 +10,7 @@ from pathlib import Path
 
 from forge_async.config.schema import Config
 from forge_async.core.errors import ConfigError
-from forge_async.core.packages import require
+from forge_async.core.packages import require, require_compiler
 from forge_async.runtime.model_shape import ModelShape, read_shape
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -62,6 +62,9 @@ def check_packages(config: Config) -> None:
         require(module, feature=feature)
     if not config.root.prompts:
         require("reasoning_gym", feature=f"task.name={config.task.name}")
+    for key in ("learner.compile", "policy.compile"):
+        if config.value(key) and config.job.gpus_per_host == 0:
+            require_compiler(feature=f"{key}=true")
     if config.observe.tensorboard:
         require("tensorboard", feature="observe.tensorboard=true")
 

@@ -15,6 +15,7 @@ import numpy as np
 from forge_async.actors.forge_actor import ActorHandle
 from forge_async.actors.learner_actor import LearnerActor, LearnerPlan
 from forge_async.actors.policy_actor import PolicyActor
+from forge_async.actors.reference_actor import ReferenceActor, ReferencePlan
 from forge_async.actors.replay_actor import ReplayActor
 from forge_async.actors.rollout_actor import RolloutActor, RolloutPlan
 from forge_async.actors.store_actor import StoreActor
@@ -185,6 +186,10 @@ async def start_actors(
             for number, name in enumerate(names)
         ]
         learner = group.create_task(ready("learner", _start_learner(config, model_folder, placement, limits, resume)))
+        references = [
+            group.create_task(ready("reference", _start_reference(config, model_folder, placement, limits)))
+            for _ in range(config.reference.is_service)
+        ]
         rollouts = [
             group.create_task(
                 ready(f"rollout_{number}", _start_rollout(number, config, model_folder, placement, limits))
@@ -200,9 +205,11 @@ async def start_actors(
     replay = await _start_replay(config, placement, run_dir, prompts, limits, resume)
     store_handle = await store.result().handle.call_one()
     version, *_ = await learner.result().connect.call(store_handle, replay)
+    reference = [task.result() for task in references]
+    first_rank = reference[0].rank(0) if reference else None
     await asyncio.gather(
         *(handle.connect.call_one(store_handle) for handle in replicas.values()),
-        *(worker.connect.call_one(replicas, replay) for worker in workers),
+        *(worker.connect.call_one(replicas, replay, first_rank) for worker in workers),
     )
     ranks = await asyncio.gather(*(handle.ranks.call_one() for handle in replicas.values()))
     deadline, weights_deadline = config.run.step_timeout_s, config.weights.timeout_s
@@ -211,8 +218,16 @@ async def start_actors(
         learner=RemoteLearner(learner.result(), deadline, weights_deadline),
         replicas=tuple(RemoteReplica(name, handle, deadline, weights_deadline) for name, handle in replicas.items()),
         workers=RemoteWorkers(workers, deadline),
-        handles=(*filter(None, ranks), learner.result(), *replicas.values(), *workers, store.result(), replay),
-        silent_pids=_silent_pids([store.result(), replay, *filter(None, ranks)]),
+        handles=(
+            *filter(None, ranks),
+            learner.result(),
+            *reference,
+            *replicas.values(),
+            *workers,
+            store.result(),
+            replay,
+        ),
+        silent_pids=_silent_pids([store.result(), replay, *reference, *filter(None, ranks)]),
         version=version,
     )
 
@@ -260,6 +275,21 @@ async def _start_learner(
     return await options.as_actor(plan)
 
 
+async def _start_reference(config: Config, folder: Path, placement: Placement, limits: dict) -> ActorHandle:
+    """The reference service, on the first of the learner's hosts."""
+    options = ReferenceActor.options(
+        mesh_name="reference",
+        hosts=placement.learner.one(0),
+        procs=config.reference.ranks,
+        spmd=True,
+        with_gpus=config.job.gpus_per_host > 0,
+        **limits,
+    )
+    handle = await options.as_actor(ReferencePlan.of(config, str(folder)))
+    await handle.rank(0).connect.call_one(handle)
+    return handle
+
+
 async def _start_rollout(number: int, config: Config, folder: Path, placement: Placement, limits: dict) -> ActorHandle:
     plan = RolloutPlan(
         model_folder=str(folder),
@@ -275,6 +305,7 @@ async def _start_rollout(number: int, config: Config, folder: Path, placement: P
         max_model_tokens=config.policy.max_model_tokens,
         evaluation=config.eval,
         limit=SampleLimit(max_tokens=config.learner.max_sample_tokens, rule=config.learner.oversize),
+        reference_timeout_s=config.reference.timeout_s if config.reference.is_service else None,
     )
     options = RolloutActor.options(mesh_name=f"rollout_{number}", hosts=placement.controller, **limits)
     return await options.as_actor(plan)

@@ -45,3 +45,15 @@ def test_an_objective_that_cannot_be_called_ends_the_run_with_one_sentence(tmp_p
     finished = run(tmp_path, [*TINY, "steps=3", f"model.path={tiny_model}", "objective.name=mine.py:mistaken"])
     assert finished.code == 2
     assert "mine.py:mistaken must take two arguments" in finished.output.splitlines()[-1]
+
+
+def test_reference_and_teacher_are_served_by_processes_of_their_own(tmp_path: Path, tiny_model: Path) -> None:
+    words = ["objective.kl_weight=0.01", "objective.kl_place=reward", f"objective.teacher={tiny_model}"]
+    # The entropy bonus moves the weights also where every reward of this small batch is the same.
+    words += ["reference.placement=service", "objective.entropy_weight=0.01", "optimizer.warmup_steps=0"]
+    finished = run(tmp_path, [*TINY, "steps=3", f"model.path={tiny_model}", *words])
+    assert finished.code == 0, finished.output
+    first, *_, last = finished.rows
+    assert first["reference/kl"] < 1e-9 and last["reference/kl"] > 1e-9
+    assert last["teacher/kl"] == pytest.approx(last["reference/kl"]), "the teacher is the initial model, too"
+    assert 0 < first["reference/busy_fraction"] <= 1 and first["cpu_s/reference"] > 0

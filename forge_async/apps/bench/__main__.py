@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from forge_async.apps.arguments import Parser, path
 from forge_async.apps.bench import (
     adapters,
+    compiling,
     deltas,
     objectives,
     overlap,
@@ -28,6 +29,7 @@ from forge_async.observe.run_directory import default_path
 
 BENCHES: dict[str, Callable[[Plan], Report]] = {
     "adapters": adapters.measure,
+    "compile": compiling.measure,
     "start": start.measure,
     "deltas": deltas.measure,
     "objectives": objectives.measure,
@@ -42,6 +44,7 @@ BENCHES: dict[str, Callable[[Plan], Report]] = {
 """Name -> what measures; each module begins with what it shows."""
 ROUNDS_AND_STEPS = {
     "adapters": (8, 1),
+    "compile": (9, 1),
     "start": (3, 1),
     "deltas": (5, 1),
     "objectives": (2, 100),
@@ -54,7 +57,7 @@ ROUNDS_AND_STEPS = {
     "weights": (5, 1),
 }
 """Runs of each case, and learner steps of a run, when the user says nothing."""
-ONLY = {"overlap": ("real", "simulated"), "objectives": objectives.PARTS}
+ONLY = {"overlap": ("real", "simulated"), "objectives": objectives.PARTS, "compile": compiling.PARTS}
 """The parts that `--only` chooses from."""
 
 
@@ -87,7 +90,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--skip-cold", action="store_true", help="start: leave the cold start out")
     parser.add_argument("--threads", type=int, action="append", default=[], help="trl: threads of TRL; repeatable")
     parser.add_argument("--trace", type=path, help="rules: a run's events.jsonl to play instead of the seeded trace")
-    parser.add_argument("--only", default="", help="overlap, objectives: the one part to measure")
+    parser.add_argument("--only", default="", help="compile, objectives, overlap: the one part to measure")
     parser.add_argument("--pairs", type=int, default=10, help="objectives: paired seeds of S=2 and S=8 against S=0")
     parser.add_argument("--out", type=path, help="objectives: file of finished runs, to go on where it stopped")
     parser.add_argument("--jobs", type=int, default=0, help="objectives: runs at the same time; one for each core")

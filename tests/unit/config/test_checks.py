@@ -47,6 +47,16 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
         {"objective.kl_weight": 0.1, "objective.kl_kind": "k3_is", "objective.kl_place": "reward"},
         ["kl_kind=k3_is", "k1 or k3"],
     ),
+    (
+        c.service_has_models,
+        {"reference.placement": "service"},
+        ["reference.placement=service has no model", "objective.kl_weight=0", "reference.placement=learner"],
+    ),
+    (
+        c.service_hang_is_named,
+        {"reference.placement": "service", "objective.kl_weight": 0.1, "rollout.group_timeout_s": 60.0},
+        ["reference.timeout_s=120", "rollout.group_timeout_s=60", "reference.timeout_s=30"],
+    ),
     (c.values_get_rewards, {"objective.name": "ppo"}, ["objective.name=ppo", "advantage.baseline=none"]),
     (
         c.values_get_rewards,
@@ -127,6 +137,22 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
     (j.hosts_share_equally, {"job.kind": "slurm", "job.learner_hosts": 2}, ["learner.ranks=1", "learner.ranks=2"]),
     (j.hosts_share_equally, {"job.kind": "slurm", "job.policy_hosts": 2}, ["policy.replicas=1"]),
     (j.gpus_suffice, {"job.gpus_per_host": 1}, ["learner.ranks=1", "2 GPUs", "job.gpus_per_host=1"]),
+    (
+        j.gpus_suffice,
+        {"job.gpus_per_host": 2, "reference.placement": "service", "objective.kl_weight": 0.1},
+        ["learner.ranks=1, reference.ranks=1 and 1 engine ranks need 3 GPUs"],
+    ),
+    (
+        j.gpus_suffice,
+        {
+            "job.gpus_per_host": 8,
+            "job.kind": "slurm",
+            "learner.ranks": 8,
+            "reference.placement": "service",
+            "objective.kl_weight": 0.1,
+        },
+        ["reference.ranks=1", "job.learner_hosts=1", "reference.placement=learner"],
+    ),
     (
         j.gpus_suffice,
         {"job.gpus_per_host": 8, "job.kind": "slurm", "learner.ranks": 16},

@@ -83,3 +83,13 @@ def test_a_batch_is_a_few_buffers_when_it_travels():
     group = Group(index=0, prompt_id=PromptId(source="s", epoch=0, index=0), samples=samples, rewards=np.zeros(512))
     bytes_per_token = len(pickle.dumps(group, protocol=5)) / samples.num_tokens
     assert bytes_per_token < 14
+
+
+def test_what_frozen_models_gave_goes_with_its_tokens():
+    samples = make_samples([[1, 1], [2], [3] * 4])
+    numbered = dataclasses.replace(samples, reference_logprobs=np.arange(samples.num_tokens, dtype=np.float32))
+    together = Samples.concat([numbered.select([2, 0]), numbered.select([1])])
+    assert together.reference_logprobs.tolist() == [5, 6, 7, 8, 9, 0, 1, 2, 3, 4]
+    assert together.teacher_logprobs is None
+    with pytest.raises(ForgeError, match="with and without reference_logprobs cannot be laid together"):
+        Samples.concat([numbered, samples])

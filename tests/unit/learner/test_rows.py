@@ -1,9 +1,12 @@
 import dataclasses
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
 from forge_async.core.versions import NOT_SAMPLED
-from forge_async.learner.rows import COLUMNS, empty_rows, sequence_rows
+from forge_async.learner.layout import Layout, lay_out
+from forge_async.learner.rows import COLUMNS, build_micro_batches, empty_rows, lay_back, sequence_rows
 from tests.strategies import make_samples
 from tests.unit.learner.micro import laid_out
 
@@ -69,3 +72,16 @@ def test_a_tokens_own_experts_stand_in_its_place_and_padding_has_none():
     assert rows.routed_experts.shape == (2, 6, 1, 2) and rows.routed_experts.dtype == np.int16
     assert rows.routed_experts[0, :, 0, 0].tolist() == [0, 2, 4, 6, 8, 32767]
     assert rows.routed_experts[1, :, 0, 1].tolist() == [11, 13, 15, 17, 19, 21]
+
+
+@given(st.lists(st.lists(st.just(1), min_size=1, max_size=9), min_size=1, max_size=12), st.integers(1, 3))
+def test_what_was_found_in_packed_rows_is_laid_back_to_the_tokens_it_is_of(steps, num_ranks):
+    samples = make_samples(steps, prompt_tokens=2)
+    numbers = np.where(samples.loss_mask, np.arange(samples.num_tokens), 0).astype(np.float32)
+    samples = dataclasses.replace(samples, teacher_logprobs=numbers)
+    flat = np.zeros_like(numbers)
+    for batches in lay_out(samples.lengths.tolist(), Layout(row_tokens=16, micro_batch_tokens=32), num_ranks):
+        for batch, rows in zip(batches, build_micro_batches(samples, batches), strict=True):
+            found = np.full(rows.token_ids.shape, 99.0) if rows.teacher_logprobs is None else rows.teacher_logprobs
+            lay_back(found, samples, batch, flat)
+    assert flat.tolist() == numbers.tolist()

@@ -292,3 +292,9 @@ def test_durations_read_well():
     assert [duration(s) for s in (0.0, 9.94, 9.96, 59.6, 185.0, 7620.0)] == [
         "0.0 s", "9.9 s", "10 s", "1 min 00 s", "3 min 05 s", "2 h 07 min",
     ]  # fmt: skip
+
+
+def test_waiting_for_the_reference_service_is_a_part_of_scoring():
+    row = {"reward/busy_fraction": 0.25, "reference/busy_fraction": 0.5, "learner/busy_fraction": 0.6}
+    times = stage_times(row, 2.0)
+    assert times.scoring == 1.5 and times.slowest() == "scoring"

@@ -91,7 +91,15 @@ def admissions(*indices):
 
 
 def maker(
-    rewards=None, *, zero_variance="refill", timeout_s=5.0, group_timeout_s=9.0, min_rollouts=2, limit=None, **advantage
+    rewards=None,
+    *,
+    zero_variance="refill",
+    timeout_s=5.0,
+    group_timeout_s=9.0,
+    min_rollouts=2,
+    limit=None,
+    reference=None,
+    **advantage,
 ):
     return GroupMaker(
         source=FakeSource(),
@@ -103,6 +111,7 @@ def maker(
         advantage=AdvantageSettings(zero_variance=zero_variance, **advantage),
         rollout=RolloutSettings(timeout_s=timeout_s, group_timeout_s=group_timeout_s, min_rollouts=min_rollouts),
         limit=limit,
+        reference=reference,
     )
 
 
@@ -259,3 +268,38 @@ async def test_tokens_whose_kept_set_is_unknown_are_counted_and_not_trained_on()
     assert a_maker.take_stats().num_unknown_tokens == 2
     await make(a_maker, [4], FakePolicy([["a", "b", "c"]]))
     assert a_maker.take_stats().num_unknown_tokens == 0
+
+
+class FakeReference:
+    """Says of each token its number in the question."""
+
+    def __init__(self, delay_s=0.0):
+        self.asked, self._delay_s = [], delay_s
+
+    async def score(self, samples):
+        await asyncio.sleep(self._delay_s)
+        self.asked.append(samples)
+        return {"reference_logprobs": np.arange(samples.num_tokens, dtype=np.float32)}
+
+
+async def test_what_is_to_be_trained_on_is_scored_by_the_reference_in_one_question():
+    reference = FakeReference(delay_s=0.05)
+    made = maker(reference=reference)
+    policy = FakePolicy([["a", "bb", "c"], ["a", "b", "c"], ["aa", "b", "c"]])
+    (batch,) = await make(made, [5, 6, 7], policy)
+    assert [(each.group.index, each.outcome) for each in batch] == [(5, ""), (6, "filtered"), (7, "")]
+    (asked,) = reference.asked
+    first, dropped, last = (each.group.samples for each in batch)
+    assert asked.token_ids.tolist() == [*first.token_ids, *last.token_ids]
+    assert first.reference_logprobs.tolist() == list(range(first.num_tokens))
+    assert last.reference_logprobs.tolist() == list(range(first.num_tokens, asked.num_tokens))
+    assert dropped.reference_logprobs is None and last.teacher_logprobs is None
+    assert all(each.scored_s >= each.generated_s + 0.05 for each in (batch[0], batch[2]))
+    stats = made.take_stats()
+    assert 0.05 <= stats.reference_s < 5 and [span[0] for span in stats.spans] == ["score", "reference"]
+
+
+async def test_a_reference_is_not_asked_when_nothing_is_to_be_trained_on():
+    reference = FakeReference()
+    await make(maker(reference=reference), [5], FakePolicy([["a", "b", "c"]]))
+    assert not reference.asked

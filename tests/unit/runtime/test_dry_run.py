@@ -40,6 +40,12 @@ def test_placement_names_every_process_with_its_number(tmp_path: Path) -> None:
     assert all(line(text, kind) for kind in ("controller", "store", "replay"))
 
 
+def test_a_reference_service_is_placed_by_itself(tmp_path: Path) -> None:
+    text = describe(tiny(tmp_path, **{"objective.kl_weight": 0.1, "reference.placement": "service"}))
+    assert line(text, "reference").split()[:3] == ["reference", "1", "here"] and "reference, read only" in text
+    assert "read only" not in describe(tiny(tmp_path, **{"objective.kl_weight": 0.1}))
+
+
 def test_sizes_come_from_the_models_folder(tmp_path: Path) -> None:
     text = describe(tiny(tmp_path))
     assert "105,024 parameters" in text and "prompts of up to 5 tokens" in text

@@ -189,6 +189,20 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyP
         check_packages(Config())
 
 
+@pytest.mark.parametrize("key", ["learner.compile", "policy.compile"])
+def test_compiling_on_a_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    compiles = Config().replace({key: True})
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    check_packages(Config())
+    check_packages(compiles.replace({"job.gpus_per_host": 1}))
+    with pytest.raises(
+        MissingPackageError, match=f"{key}=true needs a C.. compiler, and no-such-compiler is not found"
+    ):
+        check_packages(compiles)
+    monkeypatch.setenv("CXX", sys.executable)
+    check_packages(compiles)
+
+
 def test_a_task_is_looked_at_without_a_tokenizer() -> None:
     check_task(TINY)
     assert "nonsense" in refusal(check_task, TINY.replace({"task.name": "nonsense"}))

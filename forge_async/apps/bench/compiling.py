@@ -1,0 +1,229 @@
+"""`bench compile`: what `learner.compile` and `policy.compile` gain by batch size, and after how many steps they pay.
+
+`learner/tokens=N` is a learner's step on N tokens, `policy/tokens=N` an engine's step that makes N tokens, one for each
+of N sequences. Eager and compiled take turns. What compiling costs is the time from nothing to steady steps, less that
+of eager: nothing is taken from a cache, for each of the learner's sizes anew; an engine compiles once for all sizes.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from forge_async.apps.bench.output import Report
+from forge_async.apps.bench.packing import samples_of
+from forge_async.apps.bench.plan import Plan, in_another_process
+from forge_async.config import Config
+from forge_async.core.versions import PolicyVersion
+from forge_async.learner.batch import split_samples
+from forge_async.learner.layout import Layout
+from forge_async.learner.settings import OptimizerSettings
+
+if TYPE_CHECKING:
+    from forge_async.backends.titan_learner import TitanLearner
+    from forge_async.policy.ports import Engine
+
+PARTS = ("learner", "policy")
+CASES = {"eager": False, "compiled": True}
+LEARNER_TOKENS = (256, 2048, 16_384)
+SAMPLE_TOKENS = 32
+POLICY_TOKENS = (1, 16, 256)
+NEW_TOKENS = 32
+"""Steps of an engine's run, each a token of every sequence."""
+WARM_STEPS = 3
+"""Steps of the learner, and runs of an engine, until shapes are known and nothing is compiled any more."""
+WITHOUT_CACHES = {
+    "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
+    "VLLM_DISABLE_COMPILE_CACHE": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # so that what compiling costs is seen in this process's CPU seconds
+}
+PROMPT = np.arange(3, 11, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What something took."""
+
+    wall_s: float
+    cpu_s: float
+    """Of this process and of those that it waited for, such as the C++ compiler."""
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.wall_s + other.wall_s, self.cpu_s + other.cpu_s)
+
+    def over(self, number: int) -> Cost:
+        """Of one of so many."""
+        return Cost(self.wall_s / number, self.cpu_s / number)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One case at one size."""
+
+    warm: Cost
+    """From nothing until the steps are steady."""
+    steps: Sequence[Cost]
+    """Steady ones."""
+
+
+def measure(plan: Plan) -> Report:
+    """Time both parts, each in processes of its own."""
+    folder, rows = plan.model_folder(), []
+    if plan.only in ("", "learner"):
+        rows += in_another_process(_learner_rows, folder, plan.config, plan.rounds)
+    if plan.only in ("", "policy"):
+        rows += _policy_rows(folder, plan.config, plan.rounds)
+    return Report(bench="compile", rows=rows, notes=[_told(row) for row in rows])
+
+
+def row_of(case: str, eager: Timing, compiled: Timing) -> dict[str, Any]:
+    """Medians of steps, what compiling gains, costs, and after how many steps it pays; that is left out if never."""
+    row: dict[str, Any] = {"case": case}
+    for unit in ("wall", "cpu"):
+        plain, fast = (median(getattr(cost, f"{unit}_s") for cost in each.steps) for each in (eager, compiled))
+        extra = max(getattr(compiled.warm, f"{unit}_s") - getattr(eager.warm, f"{unit}_s"), 0.0)
+        suffix = "" if unit == "wall" else "_cpu"
+        row |= {
+            f"eager_step{suffix}_s": plain,
+            f"compiled_step{suffix}_s": fast,
+            f"speedup{suffix}": plain / fast,
+            f"compile{suffix}_s": extra,
+        }
+        if plain > fast:
+            row[f"break_even{suffix}_steps"] = math.ceil(extra / (plain - fast))
+    return row
+
+
+def _told(row: dict[str, Any]) -> str:
+    pays = f"pays after {row['break_even_steps']:,} steps" if "break_even_steps" in row else "never pays"
+    return (
+        f"{row['case']}: {row['speedup']:.2f} times the rate for {row['compile_s']:.0f} s of compiling, which {pays}."
+    )
+
+
+@contextmanager
+def _timed(found: list[Cost]) -> Iterator[None]:
+    begun, cpu = time.perf_counter(), _cpu_s()
+    yield
+    found.append(Cost(time.perf_counter() - begun, _cpu_s() - cpu))
+
+
+def _cpu_s() -> float:
+    times = os.times()
+    return time.process_time() + times.children_user + times.children_system
+
+
+def _total(costs: Sequence[Cost]) -> Cost:
+    return sum(costs, Cost(0.0, 0.0))
+
+
+def _learner_rows(folder: Path, config: Config, rounds: int) -> list[dict[str, Any]]:
+    os.environ |= WITHOUT_CACHES
+    import torch
+
+    learners, rows = {case: _learner(folder, config, compiles) for case, compiles in CASES.items()}, []
+    for tokens in LEARNER_TOKENS:
+        torch.compiler.reset()
+        steps = {case: _learner_step(learner, config, tokens) for case, learner in learners.items()}
+        rows.append(_in_turn(f"learner/tokens={tokens}", steps, rounds))
+    return rows
+
+
+def _in_turn(case: str, steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
+    warm: dict[str, list[Cost]] = {name: [] for name in steps}
+    timed: dict[str, list[Cost]] = {name: [] for name in steps}
+    for found, count in ((warm, WARM_STEPS), (timed, rounds)):
+        for _ in range(count):
+            for name, step in steps.items():
+                with _timed(found[name]):
+                    step()
+    return row_of(case, *(Timing(_total(warm[name]), timed[name]) for name in CASES))
+
+
+def _learner_step(learner: TitanLearner, config: Config, tokens: int) -> Callable[[], Any]:
+    lengths = np.full(max(tokens // SAMPLE_TOKENS, 1), SAMPLE_TOKENS, np.int32)
+    share = split_samples(samples_of(lengths, config.root.seed), 1, Layout.of(config.learner))[0]
+    return lambda: learner.train(share)
+
+
+def _learner(folder: Path, config: Config, compiles: bool) -> TitanLearner:
+    from forge_async.backends.titan_learner import TitanLearner
+    from forge_async.learner.loss import objective_loss
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        os.environ.setdefault("MASTER_PORT", str(probe.getsockname()[1]))
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    return TitanLearner(
+        folder,
+        loss=objective_loss(config.whole_objective(), config.asynchrony.correction, config.correction),
+        learner=replace(config.learner, ranks=1, compile=compiles),
+        optimizer=OptimizerSettings(lr=0.0),  # the same numbers in every step
+        total_steps=100,
+        seed=config.root.seed,
+    )
+
+
+def _policy_rows(folder: Path, config: Config, rounds: int) -> list[dict[str, Any]]:
+    """A process for each engine, since what vLLM compiles is a matter of the process; one works at a time."""
+    context = multiprocessing.get_context("spawn")
+    with ExitStack() as stack:
+        pools = {case: stack.enter_context(ProcessPoolExecutor(1, mp_context=context)) for case in CASES}
+        warm = {case: pool.submit(_build_engine, folder, config, CASES[case]).result() for case, pool in pools.items()}
+        for case, pool in pools.items():
+            for tokens in POLICY_TOKENS * WARM_STEPS:
+                warm[case] += pool.submit(_run_engine, tokens).result()[0]
+        rows = []
+        for tokens in POLICY_TOKENS:
+            timed: dict[str, list[Cost]] = {case: [] for case in CASES}
+            for _ in range(rounds):
+                for case, pool in pools.items():
+                    cost, num_steps = pool.submit(_run_engine, tokens).result()
+                    timed[case].append(cost.over(num_steps))
+            rows.append(row_of(f"policy/tokens={tokens}", *(Timing(warm[case], timed[case]) for case in CASES)))
+        return rows
+
+
+_engines: list[Engine] = []
+"""The one of this process."""
+
+
+def _build_engine(folder: Path, config: Config, compiles: bool) -> Cost:
+    """What its construction took, imports included."""
+    os.environ |= WITHOUT_CACHES
+    found: list[Cost] = []
+    with _timed(found):
+        from forge_async.backends.vllm_engine import VllmEngine
+
+        settings = replace(config.policy, compile=compiles, tensor_parallel=1)
+        _engines.append(VllmEngine(str(folder), settings, PolicyVersion()))
+    return found[0]
+
+
+def _run_engine(num_sequences: int) -> tuple[Cost, int]:
+    """What a run took, and its steps."""
+    from forge_async.policy.ports import GenerationRequest, Sampling
+
+    (engine,), found = _engines, []
+    sampling = Sampling(max_new_tokens=NEW_TOKENS)
+    request = GenerationRequest(id="0", prompt_token_ids=PROMPT, num_samples=num_sequences, seed=0, sampling=sampling)
+    with _timed(found):
+        engine.add([request])
+        num_steps = 0
+        while engine.num_unfinished():
+            engine.step()
+            num_steps += 1
+    return found[0], num_steps
