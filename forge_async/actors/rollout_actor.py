@@ -46,6 +46,8 @@ class RolloutPlan:
     evaluation: EvalSettings = field(default_factory=EvalSettings)
     limit: SampleLimit = field(default_factory=SampleLimit)
     """What the learner takes."""
+    tells_generated: bool = False
+    """Whether the replay actor wants to know of groups before they are scored."""
 
 
 class RolloutActor(ForgeActor):
@@ -98,7 +100,7 @@ class RolloutActor(ForgeActor):
     async def connect(self, replicas: dict[str, ActorHandle], replay: ActorHandle) -> None:
         """Learn who generates and who keeps groups."""
         self._replicas = {name: _RemotePolicy(handle) for name, handle in replicas.items()}
-        self._replay = _RemoteSink(replay)
+        self._replay = _RemoteSink(replay, self._plan.tells_generated)
 
     @concurrent_endpoint
     async def make(self, admissions: Sequence[Admission], replica: str) -> list[GroupRecord]:
@@ -157,8 +159,12 @@ class _RemotePolicy:
 class _RemoteSink:
     """The replay actor as a GroupSink."""
 
-    def __init__(self, handle: ActorHandle) -> None:
-        self._handle = handle
+    def __init__(self, handle: ActorHandle, tells_generated: bool) -> None:
+        self._handle, self._tells_generated = handle, tells_generated
+
+    async def generated(self, tries: Sequence[tuple[int, int]]) -> None:
+        if self._tells_generated:
+            await self._handle.generated.call_one(tries)
 
     async def put(self, groups: Sequence[Group]) -> None:
         await self._handle.put.call_one(groups)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +29,9 @@ from forge_async.reward.settings import AdvantageSettings
 from forge_async.rollout.oversize import SampleLimit
 from forge_async.rollout.samples import samples_of_turn
 from forge_async.rollout.settings import RolloutSettings
+
+Generated = Callable[[Sequence[tuple[int, int]]], Awaitable[Any]]
+"""Takes (index, attempt) of groups whose tokens are all made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,14 +126,16 @@ class GroupMaker:
         self._stats = WorkerStats()
 
     async def make(
-        self, admissions: Sequence[Admission], policy: PolicyClient
-    ) -> AsyncIterator[list[MadeGroup | LostGroup]]:
+        self, admissions: Sequence[Admission], policy: PolicyClient, generated: Generated | None = None
+    ) -> AsyncGenerator[list[MadeGroup | LostGroup], None]:
         """Yield the groups of `admissions` as they are done, in batches of those that finished together.
 
         All requests enter the engine together, in order of admission. A rollout that takes longer than
         `rollout.timeout_s` is cut off: its group goes on with the finished ones, whose rewards are its baseline, or is
         lost when they are too few. A group that is not scored after `rollout.group_timeout_s` is lost. Raises
         StallError when the policy does not answer any more, RewardError when the reward function fails.
+
+        `generated` is told of groups before they are scored.
         """
         asked = {
             str(admission.index): _Asked(admission=admission, prompt=self._source.prompt(admission.prompt_id))
@@ -143,8 +150,12 @@ class GroupMaker:
             timeout_s=min(self._rollout.timeout_s, self._rollout.group_timeout_s),
         )
         try:
-            async for batch in results:
-                yield await self._finish([(asked.pop(result.id), result) for result in batch], deadline_s)
+            async with aclosing(results) as batches:
+                async for batch in batches:
+                    finished = [(asked.pop(result.id), result) for result in batch]
+                    if generated is not None:
+                        await generated([(each.admission.index, each.admission.attempt) for each, _ in finished])
+                    yield await self._finish(finished, deadline_s)
         except RequestRefusedError:
             pass  # every other request has come by then; those that are left were refused
         if asked:
