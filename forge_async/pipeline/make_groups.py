@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -212,7 +213,7 @@ class GroupMaker:
         if not finished:
             return []
         generated_s = self._now_s()
-        texts = [self._decode(each.whole) for each in finished]
+        texts = self._decode([each.whole for each in finished])
         calls = [
             RewardCall(prompt=each.prompt.text, completion=text, data=each.prompt.data, truncated=bool(truncated))
             for each, group_texts in zip(finished, texts, strict=True)
@@ -230,10 +231,14 @@ class GroupMaker:
             for each, row, group_texts in zip(finished, rows, texts, strict=True)
         ]
 
-    def _decode(self, completions: Completions) -> tuple[str, ...]:
-        stop, edges = set(self._sampling.stop_token_ids), completions.bounds()
-        rows = (completions.token_ids[a:b].tolist() for a, b in zip(edges[:-1], edges[1:], strict=True))
-        return tuple(self._renderer.decode([token for token in row if token not in stop]) for row in rows)
+    def _decode(self, groups: Sequence[Completions]) -> list[tuple[str, ...]]:
+        """The texts of each group's completions, without their stop tokens."""
+        stop, rows = set(self._sampling.stop_token_ids), list[list[int]]()
+        for completions in groups:
+            tokens, edges = completions.token_ids.tolist(), completions.bounds().tolist()
+            rows += [[token for token in tokens[a:b] if token not in stop] for a, b in pairwise(edges)]
+        texts = iter(self._renderer.decode_many(rows))
+        return [tuple(islice(texts, len(completions.lengths))) for completions in groups]
 
     def _group(
         self, asked: _Asked, rewards: np.ndarray, texts: tuple[str, ...], generated_s: float, scored_s: float
