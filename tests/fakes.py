@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from forge_async.pipeline.ports import EvalScores, GroupRecord, LearnerStep, Pul
 from forge_async.policy.ports import GenerationRequest, GenerationResult, Occupancy, Sampling
 from forge_async.policy.service import ServiceStats
 from forge_async.reward.ports import RewardCall, RewardFault, RewardOutcome
+from forge_async.weights.copy_out import CopyOut
 from forge_async.weights.manifest import Part
 from forge_async.weights.retention import Committed
 from forge_async.weights.transports import Transport
@@ -215,7 +217,7 @@ class FakeLearner:
         self.table = (bigram_table(0) if table is None else table).astype(np.float32).copy()
         self.version = version or PolicyVersion()
         self.snapshot_bytes = 0
-        self._lr = lr
+        self._lr, self._copy_out = lr, CopyOut()
 
     def train(self, share: Share) -> StepResult:
         gradient, loss = np.zeros_like(self.table, dtype=np.float64), 0.0
@@ -231,6 +233,7 @@ class FakeLearner:
                 gradient[last, token] -= advantage / denominator
         if not np.isfinite(loss):
             raise NonFiniteError(f"Step {self.version.step}: loss={loss} over groups {share.group_indices}.")
+        self._copy_out.wait()
         self.table = (self.table - self._lr * gradient).astype(np.float32)
         self.version = self.version.next()
         return step_result(
@@ -252,6 +255,9 @@ class FakeLearner:
         part, blob = Packer(0).pack([shard], blob)
         self.snapshot_bytes = blob.numel()
         return part, blob
+
+    def begin_snapshot(self, copier: Executor, blob: Any = None) -> Future[tuple[Part, Any]]:
+        return self._copy_out.begin(copier, lambda: self.snapshot(blob))
 
     def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [FakeEngine(self.table).score(ids) for ids in token_ids]
@@ -359,6 +365,9 @@ class FakeRenderer:
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         return "".join(chr(int(token) + 29) for token in token_ids if token >= 3)
+
+    def decode_many(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        return [self.decode(row) for row in rows]
 
 
 class FakeSource:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,7 +29,7 @@ from forge_async.learner.settings import (
     OptimizerSettings,
 )
 from forge_async.observe.process_stats import own_stats
-from forge_async.pipeline.ports import LearnerStep, Spans
+from forge_async.pipeline.ports import LearnerStep, Span, Spans
 from forge_async.weights.manifest import Manifest, Part
 from forge_async.weights.retention import Committed
 
@@ -98,16 +98,22 @@ class LearnerPlan:
 
 
 class LearnerActor(ForgeActor):
-    """Rank of an SPMD mesh. Torch work runs on one thread, so that the actor stays free to publish meanwhile."""
+    """Rank of an SPMD mesh. Torch work runs on one thread, so that the actor stays free to publish meanwhile.
+
+    A second thread does nothing but copy parameters out, beside the next forward and backward pass.
+    """
 
     def __init__(self, plan: LearnerPlan, store: ActorHandle | None = None) -> None:
         """With a store, `publish` puts snapshots there; without, `connect` says where they go."""
         self._plan, self._store = plan, store
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="copy-out")
+        self._copied: list[Span] = []
+        """Copies that have ended since the last step told of them."""
         self._learner: TitanLearner | None = None
         self._plane: WeightPlane | None = None
         self._replay: ActorHandle | None = None
-        self._snapshots: dict[PolicyVersion, tuple[Part, Any]] = {}
+        self._snapshots: dict[PolicyVersion, Future[tuple[Part, Any]]] = {}
         self._builds_on: dict[PolicyVersion, str] = {}
         """The base of each snapshot that was taken since the last commit; "" of a whole one."""
         self._spare: Any = None
@@ -131,7 +137,10 @@ class LearnerActor(ForgeActor):
 
     @concurrent_endpoint
     async def step(self, step: int, snapshot: bool, deadline_s: float) -> LearnerStep:
-        """Take the batch of `step`, train on this rank's share, and copy out the parameters if `snapshot`."""
+        """Take the batch of `step`, train on this rank's share, and have the parameters copied out if `snapshot`.
+
+        The copy goes on beside the next step, which waits for it before its optimiser changes what is copied.
+        """
         learner = self._rank
         if self._replay is None:
             raise LearnerError("The learner is not connected to the replay actor.")
@@ -147,15 +156,15 @@ class LearnerActor(ForgeActor):
         spans: Spans = (
             ("wait for batch", "wait", begun, taken - begun, None),
             ("train", "work", taken, trained - taken, None),
-            ("snapshot", "work", trained, ended - trained, None),
         )
+        copied, self._copied = self._copied, []
         return LearnerStep(
             result=result,
             batch=batch,
             wait_data_s=taken - begun,
             snapshot_s=ended - trained,
-            snapshot_bytes=sum(blob.numel() for _, blob in self._snapshots.values()),
-            spans=spans if snapshot else spans[:2],
+            snapshot_bytes=len(self._snapshots) * learner.snapshot_bytes,
+            spans=(*spans, *copied),
             rss_bytes=own.rss_bytes,
             cpu_s=own.cpu_s,
         )
@@ -172,6 +181,7 @@ class LearnerActor(ForgeActor):
         """Copy out the parameters as they are, to be staged; returns their version."""
         await self._reserve(True)
         await self._snapshot()
+        await asyncio.wrap_future(self._snapshots[self._rank.version])
         return self._rank.version
 
     @concurrent_endpoint
@@ -275,22 +285,26 @@ class LearnerActor(ForgeActor):
 
     async def _snapshot(self) -> None:
         blob, self._spare = self._spare, None
-        base = self._rank.base
-        self._snapshots[self._rank.version] = await self._run(lambda: self._rank.snapshot(blob))
-        self._builds_on[self._rank.version] = base
+        base, begun_s = self._rank.base, time.time()
+        copy = await self._run(lambda: self._rank.begin_snapshot(self._copier, blob))
+        copy.add_done_callback(
+            lambda _: self._copied.append(("snapshot", "work", begun_s, time.time() - begun_s, None))
+        )
+        self._snapshots[self._rank.version], self._builds_on[self._rank.version] = copy, base
 
     async def _stage(self, version: PolicyVersion) -> None:
         if version not in self._snapshots:
             raise LearnerError(f"The learner has no snapshot of {version}: call snapshot after the step that makes it.")
         if self._plan.learner.ranks > 1:
-            await self._weights.stage(version, *self._snapshots.pop(version))
+            await self._weights.stage(version, *(await asyncio.wrap_future(self._snapshots.pop(version))))
 
     async def _commit(self, version: PolicyVersion) -> Manifest:
         # Kept until a later one is committed: a version may be staged and committed once more.
         self._builds_on = {each: on for each, on in self._builds_on.items() if each >= version}
         base = self._builds_on.get(version, "")
         if version in self._snapshots:
-            return await self._weights.publish(version, *self._snapshots.pop(version), base)
+            part, blob = await asyncio.wrap_future(self._snapshots.pop(version))
+            return await self._weights.publish(version, part, blob, base)
         return await self._weights.commit(version, self._plan.learner.ranks, base)
 
     def _build(self) -> None:

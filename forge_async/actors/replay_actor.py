@@ -30,6 +30,7 @@ class ReplayActor(ForgeActor):
         groups_per_step: int,
         prompts: Prompts,
         num_steps: int | None = None,
+        groups_at_once: int | None = None,
         tokens_guess: int = 1024,
         journal_path: str = "",
         keep_zero_advantage: bool = False,
@@ -47,6 +48,7 @@ class ReplayActor(ForgeActor):
                 "groups_per_step": groups_per_step,
                 "prompts": prompts,
                 "num_steps": num_steps,
+                "groups_at_once": groups_at_once,
                 "tokens_guess": tokens_guess,
                 "journal": Journal.open(journal_path) if journal_path else None,
             }
@@ -73,6 +75,11 @@ class ReplayActor(ForgeActor):
         more groups: then the wait goes on until the last step is done.
         """
         return await self._replay.admit(replica, max_groups, deadline_s)
+
+    @concurrent_endpoint
+    async def generated(self, tries: Sequence[tuple[int, int]]) -> None:
+        """The tokens of these groups, (index, attempt), are all made."""
+        await self._replay.generated(tries)
 
     @concurrent_endpoint
     async def put(self, groups: Sequence[Group]) -> None:

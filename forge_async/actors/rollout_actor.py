@@ -50,6 +50,8 @@ class RolloutPlan:
     """What the learner takes."""
     reference_timeout_s: float | None = None
     """As `reference.timeout_s`; None: no reference service scores what is to be trained on."""
+    tells_generated: bool = False
+    """Whether the replay actor wants to know of groups before they are scored."""
 
 
 class RolloutActor(ForgeActor):
@@ -107,7 +109,7 @@ class RolloutActor(ForgeActor):
     ) -> None:
         """Learn who generates, who keeps groups, and who is the first rank of the reference service."""
         self._replicas = {name: _RemotePolicy(handle) for name, handle in replicas.items()}
-        self._replay = _RemoteSink(replay)
+        self._replay = _RemoteSink(replay, self._plan.tells_generated)
         if self._reference is not None:
             self._reference.handle = reference
 
@@ -183,8 +185,12 @@ class _RemoteReference:
 class _RemoteSink:
     """The replay actor as a GroupSink."""
 
-    def __init__(self, handle: ActorHandle) -> None:
-        self._handle = handle
+    def __init__(self, handle: ActorHandle, tells_generated: bool) -> None:
+        self._handle, self._tells_generated = handle, tells_generated
+
+    async def generated(self, tries: Sequence[tuple[int, int]]) -> None:
+        if self._tells_generated:
+            await self._handle.generated.call_one(tries)
 
     async def put(self, groups: Sequence[Group]) -> None:
         await self._handle.put.call_one(groups)

@@ -97,6 +97,13 @@ class HfRenderer:
         ids = np.asarray(token_ids, dtype=np.int64).tolist()
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
+    def decode_many(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """See Renderer. A call for each row would cost as much again as all of a batch's other work on it."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:  # a tokenizer in Python
+            return [self.decode(row) for row in rows]
+        return backend.decode_batch([list(row) for row in rows], skip_special_tokens=True)
+
     def _encode(self, text: str, *, special: bool) -> np.ndarray:
         try:
             ids = self._tokenizer(text, add_special_tokens=special).input_ids

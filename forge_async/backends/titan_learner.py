@@ -9,6 +9,7 @@ import hashlib
 import math
 import time
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
@@ -46,8 +47,9 @@ from forge_async.learner.settings import LearnerSettings, LoraSettings, Optimize
 from forge_async.learner.token_scores import Wanted
 from forge_async.learner.totals import NOBODY, Figures, StepTotals, first_bad_sample, merge_updates, not_finite
 from forge_async.weights.adapters import is_adapter
+from forge_async.weights.copy_out import CopyOut
 from forge_async.weights.manifest import Part
-from forge_async.weights.packing import Packer
+from forge_async.weights.packing import LocalShard, Packer
 
 Known: TypeAlias = dict[str, torch.Tensor]
 """Fields of LossInputs for a micro-batch, [B, L] each."""
@@ -109,7 +111,7 @@ class TitanLearner:
             lora_scale=self._scale,
             merges=merge_adapters,
         )
-        self._packer, self._adapter_packer = Packer(self.rank), Packer(self.rank)
+        self._packer, self._adapter_packer, self._copy_out = Packer(self.rank), Packer(self.rank), CopyOut()
         self.base = ""
         """The version whose snapshot holds what is frozen, so that later ones hold adapters only; "" before it."""
         self._frozen_scores = self._frozen(reads_frozen)
@@ -164,11 +166,13 @@ class TitanLearner:
         )
 
     def snapshot(self, blob: torch.Tensor | None = None) -> tuple[Part, torch.Tensor]:
-        if self.base:
-            return self._adapter_packer.pack(self._weights.shards(is_adapter), blob)
-        if self._lora and not self._merges:
-            self.base = str(self.version)
-        return self._packer.pack(self._weights.shards(_all), blob)
+        self._copy_out.wait()
+        packer, shards = self._to_pack()
+        return packer.pack(shards, blob)
+
+    def begin_snapshot(self, copier: Executor, blob: torch.Tensor | None = None) -> Future[tuple[Part, torch.Tensor]]:
+        packer, shards = self._to_pack()
+        return self._copy_out.begin(copier, lambda: packer.pack(shards, blob))
 
     def forget_base(self) -> None:
         """Whoever has the last whole snapshot is gone: the next one is whole again."""
@@ -200,6 +204,7 @@ class TitanLearner:
         titan_state.save(folder, self._state())
 
     def restore(self, folder: Path, version: PolicyVersion) -> None:
+        self._copy_out.wait()
         titan_state.load(folder, self._state())
         titan_state.go_on_from(self._schedule, version.step)
         self.version = version
@@ -231,6 +236,14 @@ class TitanLearner:
         mesh = self._dims.get_optional_mesh("batch")
         group = mesh.get_group() if mesh is not None and mesh.size() > 1 else None
         return ValueHead(self._model, self._device, self._optimizer_settings, self._loss, group)
+
+    def _to_pack(self) -> tuple[Packer, list[LocalShard]]:
+        """What the next snapshot has, and what packs it; whatever is collective about it happens here."""
+        if self.base:
+            return self._adapter_packer, list(self._weights.shards(is_adapter))
+        if self._lora and not self._merges:
+            self.base = str(self.version)
+        return self._packer, list(self._weights.shards(_all))
 
     def _state(self) -> dict[str, torch.Tensor]:
         return titan_state.collect(self._model, self._optimizer, self._values.state() if self._values else {})
@@ -317,6 +330,7 @@ class TitanLearner:
         self._last_lr = float(next(iter(self._optimizer)).param_groups[0]["lr"])
         finite = math.isfinite(loss) and math.isfinite(float(norm))
         if finite:
+            self._copy_out.wait()
             self._optimizer.step()
             if self._values:
                 self._values.step(self._last_lr)

@@ -34,7 +34,10 @@ class NamedWeights:
         self._found: list[tuple[str, Any]] | None = None
 
     def shards(self, wanted: Callable[[str], bool]) -> Iterator[LocalShard]:
-        """This rank's boxes of the parameters whose names are wanted, as they are published."""
+        """This rank's boxes of the parameters whose names are wanted, to be packed as they are published.
+
+        They are the parameters' own memory, but for what is merged or scaled. Collective where adapters are merged.
+        """
         whole = dict(self.full(is_adapter)) if self._merges else {}
         products = titan_lora.products(whole, self._scale)
         for name, parameter in self._named():
@@ -49,7 +52,7 @@ class NamedWeights:
                 tensor = merged(tensor, a.narrow(1, *columns), b.narrow(0, *rows))
             elif name.endswith(LORA_B):
                 tensor = tensor * self._scale
-            yield LocalShard(name=name, tensor=tensor.to(self._dtype), global_shape=shape, offsets=offsets)
+            yield LocalShard(name=name, tensor=tensor, global_shape=shape, offsets=offsets, dtype=self._dtype)
 
     def full(self, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, whole tensor) of the parameters whose names are wanted, sorted; collective."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,6 +54,13 @@ class Learner(Protocol):
         """Copy this rank's parameters: (what they are, blob), ready to be published while the next step runs.
 
         `blob`: memory of `snapshot_bytes` bytes to copy into; None takes new memory.
+        """
+        ...
+
+    def begin_snapshot(self, copier: Executor, blob: Any = None) -> Future[tuple[Any, Any]]:
+        """As `snapshot`, with the copy made by `copier` beside what is called next; collective work is done at once.
+
+        Whatever changes the parameters waits for the copy: `train` does so after forward and backward.
         """
         ...
 

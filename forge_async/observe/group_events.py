@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,9 @@ class GroupEvent:
             raise ForgeError(f"Group {self.index} cannot end as {self.outcome!r}: it is none of {', '.join(OUTCOMES)}.")
 
 
+_FIELDS = tuple(each.name for each in fields(GroupEvent))
+
+
 class EventsLog:
     """Appends ended groups to events.jsonl."""
 
@@ -53,7 +56,7 @@ class EventsLog:
 
     def write(self, events: Iterable[GroupEvent]) -> None:
         """Append groups that ended; they are in the file when this returns."""
-        self._writer.write_many(asdict(event) for event in events)
+        self._writer.write_many({name: getattr(event, name) for name in _FIELDS} for event in events)
 
     def close(self) -> None:
         """Close the file."""

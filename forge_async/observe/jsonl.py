@@ -29,9 +29,23 @@ def plain(value: Any) -> Any:
     return value
 
 
+def _foreign(value: Any) -> Any:
+    if isinstance(value, (np.ndarray, np.generic, Mapping)):
+        return plain(value)
+    raise TypeError(f"{type(value).__name__} is not JSON.")
+
+
+_dumps = json.JSONEncoder(
+    ensure_ascii=False, allow_nan=False, check_circular=False, separators=(", ", ": "), default=_foreign
+).encode
+
+
 def encode(value: Any) -> bytes:
     """One JSON value as UTF-8 on one line, without the newline. Text that is not valid Unicode is written with `?`."""
-    text = json.dumps(plain(value), ensure_ascii=False, allow_nan=False, separators=(", ", ": "))
+    try:
+        text = _dumps(value)
+    except (ValueError, TypeError):  # a number that is not finite, or keys that are not text: rare, and slow
+        text = _dumps(plain(value))
     return text.encode("utf-8", errors="replace")
 
 

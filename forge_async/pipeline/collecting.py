@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from forge_async.core.clock import within
 from forge_async.pipeline.ports import PolicyClient
@@ -15,7 +15,7 @@ CUT_TIMEOUT_S = 30.0
 
 async def collected(
     policy: PolicyClient, ticket: int, *, linger_s: float, timeout_s: float
-) -> AsyncIterator[list[GenerationResult]]:
+) -> AsyncGenerator[list[GenerationResult], None]:
     """Yield results in the batches in which they come. After `timeout_s` seconds the last batch has the rest: finished
     rows whole, the others as far as they came and marked as cut.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import aclosing
 from typing import Any, Protocol
 
 from forge_async.core.records import Group
@@ -13,6 +14,7 @@ from forge_async.pipeline.ports import Admission, GroupRecord, PolicyClient
 class GroupSink(Protocol):
     """Where groups go: the replay actor, from the side of a rollout worker."""
 
+    async def generated(self, tries: Sequence[tuple[int, int]]) -> Any: ...
     async def put(self, groups: Sequence[Group]) -> Any: ...
     async def end(self, index: int, outcome: str, reason: str, attempt: int) -> Any: ...
 
@@ -22,13 +24,14 @@ async def make_and_hand_over(
 ) -> list[GroupRecord]:
     """Make groups on a replica, hand each over (or end it) as soon as it is done, and return a small record of each."""
     records: list[GroupRecord] = []
-    async for batch in maker.make(admissions, policy):
-        for each in batch:
-            if each.outcome:
-                await sink.end(each.admission.index, each.outcome, each.reason, each.admission.attempt)
-        if keep := [each.group for each in batch if isinstance(each, MadeGroup) and not each.outcome]:
-            await sink.put(keep)
-        records += [record_of(each, replica) for each in batch]
+    async with aclosing(maker.make(admissions, policy, sink.generated)) as batches:
+        async for batch in batches:
+            for each in batch:
+                if each.outcome:
+                    await sink.end(each.admission.index, each.outcome, each.reason, each.admission.attempt)
+            if keep := [each.group for each in batch if isinstance(each, MadeGroup) and not each.outcome]:
+                await sink.put(keep)
+            records += [record_of(each, replica) for each in batch]
     return records
 
 

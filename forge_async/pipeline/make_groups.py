@@ -8,8 +8,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
+from itertools import islice, pairwise
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +31,9 @@ from forge_async.reward.settings import AdvantageSettings
 from forge_async.rollout.oversize import SampleLimit
 from forge_async.rollout.samples import samples_of_turn
 from forge_async.rollout.settings import RolloutSettings
+
+Generated = Callable[[Sequence[tuple[int, int]]], Awaitable[Any]]
+"""Takes (index, attempt) of groups whose tokens are all made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,14 +132,16 @@ class GroupMaker:
         self._stats = WorkerStats()
 
     async def make(
-        self, admissions: Sequence[Admission], policy: PolicyClient
-    ) -> AsyncIterator[list[MadeGroup | LostGroup]]:
+        self, admissions: Sequence[Admission], policy: PolicyClient, generated: Generated | None = None
+    ) -> AsyncGenerator[list[MadeGroup | LostGroup], None]:
         """Yield the groups of `admissions` as they are done, in batches of those that finished together.
 
         All requests enter the engine together, in order of admission. A rollout that takes longer than
         `rollout.timeout_s` is cut off: its group goes on with the finished ones, whose rewards are its baseline, or is
         lost when they are too few. A group that is not scored after `rollout.group_timeout_s` is lost. Raises
         StallError when the policy does not answer any more, RewardError when the reward function fails.
+
+        `generated` is told of groups before they are scored.
         """
         asked = {
             str(admission.index): _Asked(admission=admission, prompt=self._source.prompt(admission.prompt_id))
@@ -148,8 +156,12 @@ class GroupMaker:
             timeout_s=min(self._rollout.timeout_s, self._rollout.group_timeout_s),
         )
         try:
-            async for batch in results:
-                yield await self._finish([(asked.pop(result.id), result) for result in batch], deadline_s)
+            async with aclosing(results) as batches:
+                async for batch in batches:
+                    finished = [(asked.pop(result.id), result) for result in batch]
+                    if generated is not None:
+                        await generated([(each.admission.index, each.admission.attempt) for each, _ in finished])
+                    yield await self._finish(finished, deadline_s)
         except RequestRefusedError:
             pass  # every other request has come by then; those that are left were refused
         if asked:
@@ -206,7 +218,7 @@ class GroupMaker:
         if not finished:
             return []
         generated_s = self._now_s()
-        texts = [self._decode(each.whole) for each in finished]
+        texts = self._decode([each.whole for each in finished])
         calls = [
             RewardCall(prompt=each.prompt.text, completion=text, data=each.prompt.data, truncated=bool(truncated))
             for each, group_texts in zip(finished, texts, strict=True)
@@ -239,10 +251,14 @@ class GroupMaker:
             dataclasses.replace(each, group=scored.get(each.group.index, each.group), scored_s=ended_s) for each in made
         ]
 
-    def _decode(self, completions: Completions) -> tuple[str, ...]:
-        stop, edges = set(self._sampling.stop_token_ids), completions.bounds()
-        rows = (completions.token_ids[a:b].tolist() for a, b in zip(edges[:-1], edges[1:], strict=True))
-        return tuple(self._renderer.decode([token for token in row if token not in stop]) for row in rows)
+    def _decode(self, groups: Sequence[Completions]) -> list[tuple[str, ...]]:
+        """The texts of each group's completions, without their stop tokens."""
+        stop, rows = set(self._sampling.stop_token_ids), list[list[int]]()
+        for completions in groups:
+            tokens, edges = completions.token_ids.tolist(), completions.bounds().tolist()
+            rows += [[token for token in tokens[a:b] if token not in stop] for a, b in pairwise(edges)]
+        texts = iter(self._renderer.decode_many(rows))
+        return [tuple(islice(texts, len(completions.lengths))) for completions in groups]
 
     def _group(
         self, asked: _Asked, rewards: np.ndarray, texts: tuple[str, ...], generated_s: float, scored_s: float

@@ -17,8 +17,9 @@ from forge_async.policy.service import ServiceStats
 from forge_async.policy.swap import SwapRecord
 from forge_async.weights.retention import Committed
 
-Spans = tuple[tuple[str, str, float, float, dict[str, Any] | None], ...]
+Span = tuple[str, str, float, float, dict[str, Any] | None]
 """(name, category, start, duration, arguments), wall clock in seconds, for the trace."""
+Spans = tuple[Span, ...]
 
 
 class Admission(Protocol):
@@ -72,7 +73,7 @@ class LearnerStep:
     wait_data_s: float
     """Seconds from asking for the batch to having this rank's share."""
     snapshot_s: float
-    """Seconds of copying out the parameters; 0 when this version is not published."""
+    """Seconds until the copy of the parameters was on its way; 0 when this version is not published."""
     snapshot_bytes: int
     spans: Spans
     rss_bytes: int

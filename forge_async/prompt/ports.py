@@ -53,6 +53,10 @@ class Renderer(Protocol):
         """The text of token ids, without special tokens."""
         ...
 
+    def decode_many(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """The text of each row of token ids, as `decode` gives it, in one call."""
+        ...
+
 
 class PromptSource(Protocol):
     """Prompts by random access. The cursor over them is the replay ledger's, so a source has no state to save."""

@@ -10,6 +10,7 @@ from forge_async.replay.admission import Admission, Prompts
 from forge_async.replay.bound import UNLIMITED, tokens_allow
 from forge_async.replay.entry import Effect, State
 from forge_async.replay.events import Event
+from forge_async.replay.generating import Generating
 from forge_async.replay.lanes import Lane, Lanes
 from forge_async.replay.ledger import Ledger
 from forge_async.replay.routing import Routing
@@ -27,9 +28,11 @@ class Admitter:
         settings: AsyncSettings,
         prompts: Prompts,
         num_steps: int | None,
+        groups_at_once: int | None,
         apply: Callable[[Event], Effect],
     ) -> None:
         self.lanes = lanes
+        self.generating = Generating(ledger, groups_at_once)
         self.routing = Routing(lanes.groups_per_step)
         self._ledger, self._settings, self._prompts = ledger, settings, prompts
         self._num_steps, self._apply = num_steps, apply
@@ -86,6 +89,10 @@ class Admitter:
         """Groups in flight with a replica that count against its fair share of a lane."""
         return (self._ledger.fresh_in_flight if lane.fresh else self._ledger.in_flight)[replica]
 
+    def engine_room(self, lane: Lane, replica: str) -> int:
+        """Groups that the replica's engine can use before it has made some; a fresh group goes before others there."""
+        return UNLIMITED if lane.fresh or self.lanes.synchronous else self.generating.room(replica)
+
     def tokens_allow(self, lane: Lane) -> bool:
         """Whether the token cap lets one more group into a lane."""
         ledger = self._ledger
@@ -98,7 +105,8 @@ class Admitter:
         )
 
     def _give(self, lane: Lane, replica: str, version: int, max_groups: int) -> list[Admission]:
-        most = min(max_groups, self.fair_share(lane, replica) - self.load(lane, replica))
+        most = min(max_groups, self.engine_room(lane, replica))
+        most = min(most, self.fair_share(lane, replica) - self.load(lane, replica)) if most > 0 else 0
         given = self._give_waiting(lane, replica, version, most)
         while not self.lanes.synchronous and len(given) < most and self._may_admit(lane, version):
             given.append(self._start(self._admit_next(lane), replica, version))

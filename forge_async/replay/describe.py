@@ -71,6 +71,8 @@ def why_no_admission(state: ReplayState, replica: str) -> str:
         return "the steps to come need no further group"
     if state.bound.synchronous and (ledger.counts[State.WAITING] or ledger.counts[State.IN_FLIGHT]):
         return f"at max_staleness=0 the round in progress must end first; {why_no_batch(state)}"
+    if admitter.engine_room(lane, replica) <= 0:
+        return f"{replica} has {ledger.in_flight[replica]} groups in flight and generates as many as its engine runs"
     if admitter.load(lane, replica) >= admitter.fair_share(lane, replica) > 0:
         return f"{replica} has {ledger.in_flight[replica]} groups in flight, as many as its measured speed is worth"
     if admitter.room(lane, version) <= 0:

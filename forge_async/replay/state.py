@@ -40,6 +40,7 @@ class ReplayState:
         prompts: Prompts,
         tokens_guess: int,
         num_steps: int | None = None,
+        groups_at_once: int | None = None,
         journal: Journal | None = None,
         ledger: Ledger | None = None,
     ) -> None:
@@ -51,6 +52,8 @@ class ReplayState:
             prompts: where prompts come from.
             tokens_guess: tokens that a group is expected to have before the first one is ready.
             num_steps: steps of the whole run, so that no group is admitted that no step will take; None: endless.
+            groups_at_once: groups that a replica is given before it has generated some of them; None: as its share of
+                the room allows. Whoever sets it calls `generated`.
             journal: where events are kept; None: nowhere, and the run cannot be resumed.
             ledger: internal to `resume`.
         """
@@ -62,6 +65,7 @@ class ReplayState:
             settings=settings,
             prompts=prompts,
             num_steps=num_steps,
+            groups_at_once=groups_at_once,
             apply=self._apply,
         )
         self.buffer = Buffer()
@@ -90,6 +94,7 @@ class ReplayState:
         prompts: Prompts,
         tokens_guess: int,
         num_steps: int | None = None,
+        groups_at_once: int | None = None,
         journal: Journal | None = None,
     ) -> ReplayState:
         """Go on from version `step` with the history in `events`; replicas join anew.
@@ -112,6 +117,7 @@ class ReplayState:
             prompts=prompts,
             tokens_guess=tokens_guess,
             num_steps=num_steps,
+            groups_at_once=groups_at_once,
             journal=journal,
             ledger=Ledger.replay([*events, restored], tokens_guess),
         )
@@ -128,6 +134,11 @@ class ReplayState:
         with self._writing():
             self._fruitless.check()
             return self.admitter.admit(replica, max_groups)
+
+    def generated(self, tries: Iterable[tuple[int, int]]) -> None:
+        """All tokens of these groups, (index, attempt), are made and their rewards are on the way: so many others can
+        be generated in their place. Asked for with `groups_at_once`; a group that is put or ended says as much."""
+        self.num_changes += self.admitter.generating.finished(tries)
 
     def put(self, groups: Iterable[Group]) -> int:
         """Put scored groups into the buffer; returns how many of them were new.

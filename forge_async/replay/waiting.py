@@ -68,6 +68,10 @@ class WaitingReplay:
         assert batch is not None
         return batch
 
+    async def generated(self, tries: Sequence[tuple[int, int]]) -> None:
+        """The tokens of these groups, (index, attempt), are all made."""
+        self._waking(lambda: self.inner.generated(tries))
+
     async def put(self, groups: Sequence[Group]) -> int:
         """Take in scored groups; returns how many were new."""
         return self._waking(lambda: self.inner.put(groups))

@@ -24,6 +24,7 @@ from forge_async.core.versions import PolicyVersion
 from forge_async.learner.layout import Layout
 from forge_async.pipeline.ports import Admission, EvalScores, GroupRecord, LearnerStep, Pull, ReplicaStats, WorkerReport
 from forge_async.replay.admission import Prompts
+from forge_async.replay.generating import groups_at_once
 from forge_async.rollout.oversize import SampleLimit
 from forge_async.runtime.meshes import Placement
 from forge_async.runtime.resume import JOURNAL, ResumePoint
@@ -290,6 +291,14 @@ async def _start_reference(config: Config, folder: Path, placement: Placement, l
     return handle
 
 
+def _groups_at_once(config: Config) -> int | None:
+    policy = config.policy
+    most = (
+        min(policy.max_sequences, int(policy.concurrency)) if policy.concurrency.isdecimal() else policy.max_sequences
+    )
+    return groups_at_once(policy.replicas, most, config.root.group_size)
+
+
 async def _start_rollout(number: int, config: Config, folder: Path, placement: Placement, limits: dict) -> ActorHandle:
     plan = RolloutPlan(
         model_folder=str(folder),
@@ -306,6 +315,7 @@ async def _start_rollout(number: int, config: Config, folder: Path, placement: P
         evaluation=config.eval,
         limit=SampleLimit(max_tokens=config.learner.max_sample_tokens, rule=config.learner.oversize),
         reference_timeout_s=config.reference.timeout_s if config.reference.is_service else None,
+        tells_generated=_groups_at_once(config) is not None,
     )
     options = RolloutActor.options(mesh_name=f"rollout_{number}", hosts=placement.controller, **limits)
     return await options.as_actor(plan)
@@ -320,6 +330,7 @@ async def _start_replay(
         config.asynchrony,
         groups_per_step=config.root.groups_per_step,
         num_steps=config.root.steps,
+        groups_at_once=_groups_at_once(config),
         prompts=prompts,
         tokens_guess=guess,
         journal_path=str(run_dir / "journal" / JOURNAL),

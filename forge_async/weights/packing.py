@@ -31,6 +31,13 @@ class LocalShard:
     """The box, of any layout; copied when packed."""
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
+    dtype: torch.dtype | None = None
+    """As it is packed; None: as the tensor is."""
+
+    @property
+    def packed_dtype(self) -> torch.dtype:
+        """Of its elements in a blob."""
+        return self.dtype or self.tensor.dtype
 
 
 class Packer:
@@ -97,17 +104,17 @@ class Views:
 
 
 def _look(shard: LocalShard) -> tuple:
-    return shard.name, shard.tensor.dtype, shard.tensor.shape, shard.global_shape, shard.offsets
+    return shard.name, shard.packed_dtype, shard.tensor.shape, shard.global_shape, shard.offsets
 
 
 def _plan(held: Sequence[LocalShard], rank: int) -> Part:
     shards, end = [], 0
     for shard in held:
-        num_bytes = shard.tensor.numel() * shard.tensor.element_size()
+        num_bytes = shard.tensor.numel() * shard.packed_dtype.itemsize
         shards.append(
             Shard(
                 name=shard.name,
-                dtype=str(shard.tensor.dtype).removeprefix("torch."),
+                dtype=str(shard.packed_dtype).removeprefix("torch."),
                 global_shape=tuple(shard.global_shape),
                 offsets=tuple(shard.offsets),
                 shape=tuple(shard.tensor.shape),

@@ -19,6 +19,7 @@ from forge_async.learner.layout import Layout
 from forge_async.weights.manifest import Packed, build_manifest
 from forge_async.weights.packing import check_blob, digests, unpack
 from tests.child import Child, build_all, call_all
+from tests.copying import Overtaking
 from tests.fakes import FakeLearner, bigram_table, log_softmax
 from tests.models import Reference, make_model, read_weights
 
@@ -548,6 +549,22 @@ def test_two_ranks_agree_with_one_about_values_reference_and_entropy(odd, childr
     parts = call_all(ranks, "snapshot", [(), ()])
     manifest = build_manifest(PolicyVersion(step=2), [Packed(part=part) for part, _ in parts])
     assert_close(weights, unpack(manifest, {rank: blob for rank, (_, blob) in enumerate(parts)}))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.stack
+def test_the_optimiser_waits_for_the_copy_of_what_it_changes_and_nothing_before_it_does(titan, dtype):
+    folder, batches = str(titan.folder), [share(make_samples(seed=seed)) for seed in (0, 1)]
+    subject = titan._child.build("tests.copying:titan_learner", folder, free_port(), publish_dtype=dtype)
+    overtaken = subject.overtake(*batches)
+    assert overtaken.copied_beside_backward, "the step waited for the copy before its forward and backward pass"
+    assert overtaken.is_of_its_version, "the step changed what was being copied"
+    assert overtaken.differs_from_the_next, "the step changed nothing, so that this test shows nothing"
+
+
+def test_the_fakes_change_waits_for_the_copy_too():
+    overtaken = Overtaking(FakeLearner()).overtake(share(make_samples()), share(make_samples(seed=1)))
+    assert overtaken.is_of_its_version and overtaken.differs_from_the_next
 
 
 @pytest.mark.stack

@@ -57,7 +57,7 @@ ROUNDS_AND_STEPS = {
     "weights": (5, 1),
 }
 """Runs of each case, and learner steps of a run, when the user says nothing."""
-ONLY = {"overlap": ("real", "simulated"), "objectives": objectives.PARTS, "compile": compiling.PARTS}
+ONLY = {"overlap": overlap.PARTS, "objectives": objectives.PARTS, "compile": compiling.PARTS}
 """The parts that `--only` chooses from."""
 
 
@@ -92,7 +92,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--trace", type=path, help="rules: a run's events.jsonl to play instead of the seeded trace")
     parser.add_argument("--only", default="", help="compile, objectives, overlap: the one part to measure")
     parser.add_argument("--pairs", type=int, default=10, help="objectives: paired seeds of S=2 and S=8 against S=0")
-    parser.add_argument("--out", type=path, help="objectives: file of finished runs, to go on where it stopped")
+    parser.add_argument("--out", type=path, help="objectives, overlap: file of finished runs, to go on with")
     parser.add_argument("--jobs", type=int, default=0, help="objectives: runs at the same time; one for each core")
     parser.add_argument("--bytes", type=float, default=0.0, help="weights, deltas: bytes of the model, such as 1e9")
     parser.add_argument(

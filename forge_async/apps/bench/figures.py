@@ -44,7 +44,8 @@ class Stages:
 
 def steady_rows(run: FinishedRun) -> Sequence[Row]:
     """The rows of a run in which every stage had work. Raises ForgeError when there are none."""
-    num_last = int(run.summary["staleness/bound"] or 0)
+    bound = run.summary["staleness/bound"]
+    num_last = _num_ungenerated(run.rows) if bound is None else int(bound)
     rows = run.rows[DROPPED_STEPS : len(run.rows) - num_last]
     if not rows:
         raise ForgeError(
@@ -52,6 +53,11 @@ def steady_rows(run: FinishedRun) -> Sequence[Row]:
             "raise --steps."
         )
     return rows
+
+
+def _num_ungenerated(rows: Sequence[Row]) -> int:
+    """The last rows beside which nothing was generated: without a bound nothing else tells how many there are."""
+    return next((number for number, row in enumerate(reversed(rows)) if row[names.TOKENS_GENERATED]), len(rows))
 
 
 def stages_of(rows: Sequence[Row]) -> Stages:

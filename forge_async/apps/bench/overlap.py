@@ -1,17 +1,21 @@
 """`bench overlap`: what asynchrony gains on the real stack, against the best that the measured stages allow.
 
-S = 0, 1 and 2 run in turn, round after round, on the default task. The workload stays the same from step to step and
-from case to case: groups of equal rewards are trained on too, and the learning rate is 0, so that the model answers as
-it did. At S = 0 the stages take turns, each alone on the machine and given a whole batch: its times are those of the
-ideal. The simulated rows (simulated.py) stand beside: what the loops reach where no stage shares its core.
+Each S, each way of swapping weights and each preset of the buffer runs in turn, round after round, on the default task.
+The workload stays the same from step to step and from case to case: groups of equal rewards are trained on too, and the
+learning rate is 0, so that the model answers as it did. At S = 0 the stages take turns, each alone on the machine and
+given a whole batch: its times are those of the ideal. The simulated rows (simulated.py) stand beside: what the loops
+reach where no stage shares its core.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from forge_async.apps.bench.figures import (
+    DROPPED_STEPS,
     Stages,
     cpu_figures,
     learner_idle_fraction,
@@ -20,13 +24,24 @@ from forge_async.apps.bench.figures import (
     step_s_of,
     unaccounted_fraction,
 )
+from forge_async.apps.bench.kept_runs import KeptRuns
 from forge_async.apps.bench.output import Report, num_cores
 from forge_async.apps.bench.plan import Plan
-from forge_async.apps.bench.runs import FinishedRun, run_grpo
+from forge_async.apps.bench.runs import FinishedRun
+from forge_async.apps.bench.simulated import bound_of
 from forge_async.apps.bench.simulated import measure as measure_simulated
+from forge_async.observe import names
+from forge_async.replay.settings import BUFFERS, SWAP_MODES, AsyncSettings
 
-BOUNDS = (0, 1, 2)
-"""S of the cases."""
+REAL_PARTS = ("bounds", "swaps", "buffers")
+PARTS = ("real", *REAL_PARTS, "simulated")
+"""What `--only` chooses from; `real` is the three of them."""
+BOUNDS = (0, 1, 2, 4)
+"""S of the part `bounds`."""
+SWAPPED_AT = 2
+"""S at which the ways of swapping are compared."""
+SHORT_STEPS = DROPPED_STEPS + 15 + SWAPPED_AT
+"""Most steps of a run of the parts `swaps` and `buffers`, of which 15 count."""
 SAME_WORK = ("advantage.zero_variance=keep", "optimizer.lr=0")
 """Keeps a step's work the same however long it runs."""
 BALANCED = (0.8, 1.25)
@@ -35,52 +50,84 @@ BASELINE_LIMIT = 1.1
 """How much longer than the sum of its stages a synchronous step may take for the comparison to be fair."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A setting of the dials."""
+
+    name: str
+    """`S=2/keep_kv` or `buffer=double/keep_kv`."""
+    dials: AsyncSettings
+    most_steps: int | None = None
+    """Learner steps of its runs, where the plan has more; None: as the plan says."""
+
+    def words(self, num_steps: int) -> tuple[str, ...]:
+        """What it adds to a run's command line; `num_steps` are the plan's."""
+        dials, num_steps = self.dials, min(num_steps, self.most_steps or num_steps)
+        bound = (f"async.max_staleness={dials.max_staleness}",) if dials.buffer == "bounded" else ()
+        return (f"async.buffer={dials.buffer}", *bound, f"async.swap={dials.swap}", f"steps={num_steps}")
+
+
+def cases(part: str, swap: str) -> list[Case]:
+    """The cases of a part; the synchronous one, which the others are compared with, comes first.
+
+    `swap` is that of the cases that do not name another.
+    """
+    short = None if part == "bounds" else SHORT_STEPS
+    if part == "buffers":
+        dials = {f"buffer={buffer}/{swap}": AsyncSettings(buffer=buffer, swap=swap) for buffer in BUFFERS}
+    else:
+        pairs = [(bound, swap) for bound in BOUNDS] if part == "bounds" else [(SWAPPED_AT, mode) for mode in SWAP_MODES]
+        dials = {f"S={bound}/{mode}": AsyncSettings(max_staleness=bound, swap=mode) for bound, mode in pairs}
+    synchronous = {f"S=0/{swap}": AsyncSettings(max_staleness=0, swap=swap)}
+    return [Case(name=name, dials=of, most_steps=short) for name, of in (synchronous | dials).items()]
+
+
 def measure(plan: Plan) -> Report:
     """Run the real cases, then the simulated ones, or those that `plan.only` names."""
-    parts = [
-        part() for name, part in (("real", lambda: real(plan)), ("simulated", simulated)) if plan.only in ("", name)
-    ]
+    reports = []
+    if plan.only != "simulated":
+        reports.append(real(plan))
+    if plan.only in ("", "simulated"):
+        rows, notes = measure_simulated()
+        reports.append(Report(bench="overlap", rows=rows, notes=notes))
     return Report(
         bench="overlap",
-        rows=[row for part in parts for row in part.rows],
-        notes=[note for part in parts for note in part.notes],
+        rows=[row for report in reports for row in report.rows],
+        notes=[note for report in reports for note in report.notes],
     )
 
 
-def simulated() -> Report:
-    """The simulated rows."""
-    rows, notes = measure_simulated()
-    return Report(bench="overlap", rows=rows, notes=notes)
-
-
 def real(plan: Plan) -> Report:
-    """Run the cases on the real stack, interleaved."""
+    """Run the cases on the real stack, interleaved; those that are in the file of finished runs are not run again."""
+    parts = (plan.only,) if plan.only in REAL_PARTS else REAL_PARTS
+    wanted: dict[str, Case] = {}
+    for case in (case for part in parts for case in cases(part, plan.config.asynchrony.swap)):
+        wanted.setdefault(case.name, case)
     model = plan.model_folder()
-    runs: dict[int, list[FinishedRun]] = {bound: [] for bound in BOUNDS}
+    kept = KeptRuns(plan.out or plan.folder / "runs.json", model)
+    runs: dict[str, list[FinishedRun]] = {name: [] for name in wanted}
     for number in range(plan.rounds):
-        for bound in BOUNDS:
-            print(f"round {number + 1}/{plan.rounds}: S={bound}", flush=True)
-            words = (*plan.words, f"model.path={model}", *SAME_WORK, *case_words(bound, plan.steps))
-            runs[bound].append(run_grpo(words, plan.folder / f"S{bound}-{number}"))
-    return report(runs, swap=plan.config.asynchrony.swap)
+        for name, case in wanted.items():
+            print(f"round {number + 1}/{plan.rounds}: {name}", flush=True)
+            words = (*plan.words, f"model.path={model}", *SAME_WORK, *case.words(plan.steps))
+            runs[name].append(kept.run(words, number, plan.folder / f"{name.replace('/', '-')}-{number}"))
+    return report({wanted[name]: of_case for name, of_case in runs.items()}, kept.notes)
 
 
-def case_words(bound: int, steps: int) -> tuple[str, ...]:
-    """The dials of a case."""
-    return ("async.buffer=bounded", f"async.max_staleness={bound}", f"steps={steps}")
-
-
-def report(runs: Mapping[int, Sequence[FinishedRun]], swap: str) -> Report:
-    """Figures of finished runs by S, which has 0."""
-    rows = {bound: [row for run in of_case for row in steady_rows(run)] for bound, of_case in runs.items()}
-    alone, baseline_s = stages_of(rows[0]), step_s_of(rows[0])
+def report(runs: Mapping[Case, Sequence[FinishedRun]], more_notes: Sequence[str] = ()) -> Report:
+    """Figures of finished runs by case, the synchronous one first."""
+    rows = {case: [row for run in of_case for row in steady_rows(run)] for case, of_case in runs.items()}
+    synchronous = next(iter(rows))
+    alone, baseline_s = stages_of(rows[synchronous]), step_s_of(rows[synchronous])
     table = []
-    for bound, of_case in runs.items():
-        own = case_figures(rows[bound], bound, alone, baseline_s)
-        table.append({"case": f"real/S={bound}/{swap}", **own, **cpu_figures(of_case, num_cores())})
+    for case, of_case in runs.items():
+        own = case_figures(rows[case], bound_of(case.dials), alone, baseline_s)
+        cpu = cpu_figures(of_case, num_cores())
+        busy = cpu["cpu_s"] / (num_cores() * fmean(row[names.STEP_S] for row in rows[case]))
+        table.append({"case": f"real/{case.name}", **own, **cpu, "cores_busy_fraction": busy})
     balance, excess = alone.generate_s / alone.train_s, baseline_s / alone.chain_s
-    table[list(runs).index(0)] |= {"generate_over_train": balance, "step_over_chain": excess}
-    return Report(bench="overlap", rows=table, notes=notes(balance, excess))
+    table[0] |= {"generate_over_train": balance, "step_over_chain": excess}
+    return Report(bench="overlap", rows=table, notes=[*notes(balance, excess), *more_notes])
 
 
 def case_figures(rows: Sequence[Mapping[str, Any]], bound: int, alone: Stages, baseline_s: float) -> dict[str, float]:
@@ -97,6 +144,11 @@ def case_figures(rows: Sequence[Mapping[str, Any]], bound: int, alone: Stages, b
         "speedup_measured": baseline_s / step_s,
         "learner_idle_fraction": learner_idle_fraction(rows),
         "unaccounted_fraction": unaccounted_fraction(rows),
+        "staleness_max": max(row[names.STALENESS_MAX] for row in rows),
+        "staleness_mean": fmean(row[names.STALENESS_MEAN] for row in rows),
+        "pause_s": fmean(row[names.WEIGHTS_PAUSE_S] for row in rows),
+        "discarded_tokens": fmean(row[names.DISCARDED_TOKENS] for row in rows),
+        "recomputed_tokens": fmean(row[names.RECOMPUTED_TOKENS] for row in rows),
     }
 
 

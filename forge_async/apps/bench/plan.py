@@ -42,7 +42,7 @@ class Plan:
     pairs: int = 0
     """`objectives`: paired seeds of asynchronous and synchronous runs."""
     out: Path | None = None
-    """`objectives`: file of finished runs to go on with; None: a new one in the folder."""
+    """`objectives`, `overlap`: file of finished runs to go on with; None: a new one in the folder."""
     jobs: int = 0
     """`objectives`: engines at work at the same time; 0: one for each core."""
     num_bytes: float = 0.0

@@ -60,6 +60,12 @@ def code_hash() -> str:
     return _hash_of([*files, Path(__file__).with_name("one_process.py")])
 
 
+def all_code_hash() -> str:
+    """Hash of every source of the package: a run's times depend on all of them."""
+    root = Path(forge_async.__file__).parent
+    return _hash_of(sorted(root.rglob("*.py")))
+
+
 def model_hash(folder: Path) -> str:
     """Hash of a model's weights and of what reads its tokens."""
     return _hash_of(sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]))

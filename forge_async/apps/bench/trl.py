@@ -16,7 +16,7 @@ from typing import Any
 
 from forge_async.apps.bench.figures import DROPPED_STEPS, cpu_figures, steady_rows, step_s_of
 from forge_async.apps.bench.output import Report, num_cores
-from forge_async.apps.bench.overlap import SAME_WORK, case_words
+from forge_async.apps.bench.overlap import SAME_WORK
 from forge_async.apps.bench.plan import Plan, in_another_process
 from forge_async.apps.bench.runs import FinishedRun, run_grpo, run_process
 from forge_async.apps.bench.trl_environment import ROOT, trl_python
@@ -43,7 +43,14 @@ def measure(plan: Plan) -> Report:
             results.append(run_trl(python, spec | {"threads": threads}, plan.folder / f"trl-{threads}-{number}"))
         for bound, runs in ours.items():
             print(f"round {number + 1}/{plan.rounds}: ours, S={bound}", flush=True)
-            words = (*plan.words, f"model.path={model}", *SAME_WORK, *case_words(bound, plan.steps))
+            words = (
+                *plan.words,
+                f"model.path={model}",
+                *SAME_WORK,
+                "async.buffer=bounded",
+                f"async.max_staleness={bound}",
+                f"steps={plan.steps}",
+            )
             runs.append(run_grpo(words, plan.folder / f"S{bound}-{number}"))
     return report(theirs, ours)
 

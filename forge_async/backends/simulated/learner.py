@@ -29,7 +29,9 @@ class SimulatedLearner:
         self.trained: list[list[tuple[int, PromptId, int]]] = []
         """Admission index, prompt, and step of the oldest token, of each group of each step, as consumed."""
         self.busy_s = 0.0
-        """Seconds of steps and snapshots."""
+        """Seconds of steps, the wait for the copy of the version before included."""
+        self._copied_at_s = 0.0
+        """When the copy of the parameters is done that the next change of them waits for."""
         self._replay, self._times, self._clock = replay, times, clock
         self._snapshots: set[PolicyVersion] = set()
         self._readable: set[PolicyVersion] = set()
@@ -44,20 +46,19 @@ class SimulatedLearner:
         self._check_ages(groups, step)
         num_tokens = sum(group.samples.num_tokens for group in groups)
         await self._clock.sleep(self._times.step_s + num_tokens * self._times.token_s)
+        await self._copied()
         trained_s = self._clock.now_s()
         self.version = self.version.next()
         self.trained.append([(group.index, group.prompt_id, group.oldest_step()) for group in groups])
         if snapshot:
-            await self._clock.sleep(self._times.snapshot_s)
-            self._snapshots.add(self.version)
-        ended_s = self._clock.now_s()
-        self.busy_s += ended_s - taken_s
+            self._begin_copy()
+        self.busy_s += trained_s - taken_s
         return [
             LearnerStep(
                 result=_result(self.version, num_tokens, trained_s - taken_s),
                 batch={"indices": [group.index for group in groups], **self._replay.inner.state()},
                 wait_data_s=taken_s - begun_s,
-                snapshot_s=ended_s - trained_s,
+                snapshot_s=0.0,
                 snapshot_bytes=0,
                 spans=(),
                 rss_bytes=0,
@@ -73,11 +74,12 @@ class SimulatedLearner:
                 check_age(group, step, highest)
 
     async def snapshot(self) -> PolicyVersion:
-        await self._clock.sleep(self._times.snapshot_s)
-        self._snapshots.add(self.version)
+        self._begin_copy()
+        await self._copied()
         return self.version
 
     async def stage(self, version: PolicyVersion) -> None:
+        await self._copied()
         self._snapshots.remove(version)
         await self._clock.sleep(self._times.publish_s)
 
@@ -90,6 +92,13 @@ class SimulatedLearner:
 
     async def retire(self, version: PolicyVersion) -> None:
         self._readable.remove(version)
+
+    def _begin_copy(self) -> None:
+        self._copied_at_s = self._clock.now_s() + self._times.snapshot_s
+        self._snapshots.add(self.version)
+
+    async def _copied(self) -> None:
+        await self._clock.sleep(max(0.0, self._copied_at_s - self._clock.now_s()))
 
     async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [np.zeros(len(ids) - 1, dtype=np.float32) for ids in token_ids]

@@ -55,6 +55,9 @@ class SimulatedRenderer:
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         return f"{len(token_ids)} tokens"
 
+    def decode_many(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        return [self.decode(row) for row in rows]
+
 
 class SimulatedRewards:
     """A RewardPool that sleeps: completions take a slot each, in the order of their arrival. Values are 0 or 1."""

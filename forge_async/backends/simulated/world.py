@@ -20,6 +20,7 @@ from forge_async.pipeline.publish import Publisher
 from forge_async.pipeline.ring import Observer, Ring, RingSettings
 from forge_async.policy.ports import Sampling
 from forge_async.replay.admission import Prompts
+from forge_async.replay.generating import groups_at_once
 from forge_async.replay.settings import AsyncSettings
 from forge_async.replay.state import ReplayState
 from forge_async.replay.waiting import WaitingReplay
@@ -64,12 +65,19 @@ class SimulatedPlan:
 class SimulatedCalls:
     """The replay as its callers see it: a message away. Implements the pipeline's `Replay` and `GroupSink`."""
 
-    def __init__(self, replay: WaitingReplay, clock: Clock, seconds_of: SecondsOf) -> None:
+    def __init__(self, replay: WaitingReplay, clock: Clock, seconds_of: SecondsOf, tells_generated: bool) -> None:
+        """`tells_generated`: as in `RolloutPlan`."""
         self._replay, self._clock, self._seconds_of = replay, clock, seconds_of
+        self._tells_generated = tells_generated
 
     async def admit(self, replica: str, max_groups: int) -> list[Admission]:
         await self._travel("admit")
         return [*await self._replay.admit(replica, max_groups)]
+
+    async def generated(self, tries: Sequence[tuple[int, int]]) -> None:
+        if self._tells_generated:
+            await self._travel("generated")
+            await self._replay.generated(tries)
 
     async def put(self, groups: Sequence[Group]) -> None:
         await self._travel("put")
@@ -142,19 +150,22 @@ class SimulatedWorld:
     def __init__(self, plan: SimulatedPlan, clock: Clock, observer: Observer) -> None:
         self.plan, self.clock = plan, clock
         source = SimulatedSource(plan.num_prompts, plan.prompt_tokens)
+        most_sequences = max(times.max_sequences for times in plan.engines)
+        at_once = groups_at_once(len(plan.engines), most_sequences, plan.group_size)
         state = ReplayState(
             settings=plan.dials,
             groups_per_step=plan.groups_per_step,
             prompts=Prompts(source=source.name, epoch_size=len(source)),
             tokens_guess=plan.group_size * plan.prompt_tokens * 2,
             num_steps=plan.num_steps,
+            groups_at_once=at_once,
         )
         self.replay = WaitingReplay(state, clock, plan.patience_s)
         self.learner = SimulatedLearner(self.replay, plan.learner, clock)
         self.rewards = SimulatedRewards(plan.rewards, clock, plan.seed)
         self.replicas = [self.make_replica(f"policy_{number}", times) for number, times in enumerate(plan.engines)]
         self.policies: dict[str, PolicyClient] = {replica.name: replica for replica in self.replicas}
-        self.calls = SimulatedCalls(self.replay, clock, plan.seconds_of)
+        self.calls = SimulatedCalls(self.replay, clock, plan.seconds_of, at_once is not None)
         self.workers = SimulatedWorkers(_maker(plan, source, self.rewards, clock), self.policies, self.calls)
         self.publisher = Publisher(self.learner, self.calls, plan.keep_versions, clock.now_s)
         settings = RingSettings(

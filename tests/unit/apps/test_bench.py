@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from forge_async.apps.bench import deltas, overlap, reshard, simulated, start, swaps, trl, weights
+from forge_async.apps.bench import deltas, kept_runs, overlap, reshard, simulated, start, swaps, trl, weights
 from forge_async.apps.bench.__main__ import BENCHES, ROUNDS_AND_STEPS, main, parse
 from forge_async.apps.bench.figures import (
     Stages,
@@ -21,8 +21,9 @@ from forge_async.apps.bench.output import Report, as_json, machine, print_table,
 from forge_async.apps.bench.processes import CpuLog
 from forge_async.apps.bench.runs import FinishedRun, run_process
 from forge_async.apps.bench.trl_environment import fingerprint
-from forge_async.config import Config
+from forge_async.config import Config, load
 from forge_async.core.errors import ConfigError, ForgeError
+from forge_async.replay.settings import BUFFERS, SWAP_MODES
 
 STEPS = 10
 
@@ -38,6 +39,12 @@ def row(step, step_s, *, generate_s=0.2, score_s=0.02, train_s=0.2, publish_s=0.
         "learner/wait_data_s": wait_s,
         "weights/publish_s": publish_s,
         "weights/pull_s": pull_s,
+        "weights/pause_s": 0.01,
+        "staleness/max": 2,
+        "staleness/mean": 1.5,
+        "policy/discarded_tokens": 8,
+        "policy/recomputed_tokens": 16,
+        "tokens/generated": 100,
     }
 
 
@@ -117,9 +124,18 @@ def test_cpu_figures_are_a_step_and_the_control_plane_a_share_of_all_cores():
     assert figures["cpu_s"] == pytest.approx(0.4)
 
 
+def overlap_runs(**runs_by_bound):
+    cases = {case.name: case for case in overlap.cases("bounds", "keep_kv")}
+    return {cases[f"{name}/keep_kv"]: runs for name, runs in runs_by_bound.items()}
+
+
 def test_overlap_compares_every_case_with_the_same_calls_synchronous_one():
-    runs = {0: [finished(0.5)], 1: [finished(0.3, bound=1)], 2: [finished(0.25, bound=2), finished(0.25, bound=2)]}
-    report = overlap.report(runs, swap="keep_kv")
+    synchronous, one, two = (
+        [finished(0.5)],
+        [finished(0.3, bound=1)],
+        [finished(0.25, bound=2), finished(0.25, bound=2)],
+    )
+    report = overlap.report(overlap_runs(**{"S=0": synchronous, "S=1": one, "S=2": two}))
     assert [r["case"] for r in report.rows] == ["real/S=0/keep_kv", "real/S=1/keep_kv", "real/S=2/keep_kv"]
     assert [r["speedup_measured"] for r in report.rows] == pytest.approx([1.0, 5 / 3, 2.0])
     assert [r["fraction_of_ideal"] for r in report.rows] == pytest.approx([0.94, 0.235 / 0.3, 0.8])
@@ -127,13 +143,62 @@ def test_overlap_compares_every_case_with_the_same_calls_synchronous_one():
     assert all(promised | {"unaccounted_fraction", "score_s", "sync_s"} <= set(r) for r in report.rows)
     assert report.rows[0]["generate_over_train"] == pytest.approx(1.0)
     assert report.rows[0]["step_over_chain"] == pytest.approx(0.5 / 0.47)
+    assert report.rows[2]["cores_busy_fraction"] == pytest.approx(0.8 / overlap.num_cores())
+    assert (report.rows[2]["discarded_tokens"], report.rows[2]["staleness_max"]) == (8, 2)
     assert "OUTSIDE" not in " ".join(report.notes)
 
 
 def test_overlap_says_when_its_fraction_may_not_be_quoted():
-    lopsided = overlap.report({0: [finished(0.9, generate_s=0.5)]}, swap="keep_kv")
+    lopsided = overlap.report(overlap_runs(**{"S=0": [finished(0.9, generate_s=0.5)]}))
     assert "OUTSIDE 0.8..1.25" in lopsided.notes[1]
     assert "OUTSIDE 1.1" in lopsided.notes[2]
+
+
+def test_the_real_overlap_has_every_bound_swap_and_buffer_each_part_with_its_synchronous_case():
+    names = {part: [case.name for case in overlap.cases(part, "drain")] for part in overlap.REAL_PARTS}
+    assert names["bounds"] == ["S=0/drain", "S=1/drain", "S=2/drain", "S=4/drain"]
+    assert names["swaps"] == ["S=0/drain", *(f"S=2/{mode}" for mode in SWAP_MODES)]
+    assert names["buffers"] == ["S=0/drain", *(f"buffer={buffer}/drain" for buffer in BUFFERS)]
+    longest = {part: overlap.cases(part, "drain")[-1].words(100)[-1] for part in overlap.REAL_PARTS}
+    assert longest == {"bounds": "steps=100", "swaps": "steps=20", "buffers": "steps=20"}
+    assert "steps=9" in overlap.cases("swaps", "drain")[0].words(9)
+    for part in overlap.REAL_PARTS:
+        for case in overlap.cases(part, "drain"):
+            loaded = load(case.words(20))[0].asynchrony
+            assert (loaded.buffer, loaded.swap) == (case.dials.buffer, case.dials.swap)
+            assert loaded.highest_staleness == case.dials.highest_staleness
+
+
+def test_steps_beside_which_nothing_was_generated_are_left_out_where_no_bound_tells_them():
+    run = finished(0.5, bound=None)
+    assert [r["step"] for r in steady_rows(run)] == [4, 5, 6, 7, 8, 9, 10]
+    for late in run.rows[-3:]:
+        late["tokens/generated"] = 0
+    assert [r["step"] for r in steady_rows(run)] == [4, 5, 6, 7]
+
+
+def test_overlap_goes_on_with_the_runs_of_an_earlier_call(monkeypatch, tmp_path):
+    began = []
+
+    def begin(words, folder):
+        began.append(folder.name)
+        return finished(0.5)
+
+    monkeypatch.setattr(kept_runs, "run_grpo", begin)
+    words, model = ("async.max_staleness=0",), tmp_path / "model"
+    model.mkdir()
+    first = kept_runs.KeptRuns(tmp_path / "runs.json", model)
+    made = first.run(words, 0, tmp_path / "a")
+    assert first.notes == []
+    again = kept_runs.KeptRuns(tmp_path / "runs.json", model)
+    kept = again.run(words, 0, tmp_path / "b")
+    assert began == ["a"], "the second call ran it again"
+    assert overlap.report(overlap_runs(**{"S=0": [made]})).rows == overlap.report(overlap_runs(**{"S=0": [kept]})).rows
+    assert "1 runs are those of earlier calls" in again.notes[0]
+    again.run(words, 1, tmp_path / "another round")
+    (model / "model.safetensors").write_bytes(b"another model")
+    kept_runs.KeptRuns(tmp_path / "runs.json", model).run(words, 0, tmp_path / "c")
+    assert began == ["a", "another round", "c"]
 
 
 def test_start_counts_from_the_start_of_the_process():
@@ -259,10 +324,10 @@ def test_many_cases_are_printed_as_tables_below_each_other(capsys):
 def test_overlap_runs_only_the_rows_that_are_asked_for(monkeypatch):
     monkeypatch.setattr(overlap, "measure_simulated", lambda: ([{"case": "simulated/S=2/keep_kv"}], ["a note"]))
     monkeypatch.setattr(overlap, "real", lambda plan: Report(bench="overlap", rows=[{"case": "real"}]))
-    cases = {only: [row["case"] for row in overlap.measure(Case(only)).rows] for only in ("", "real", "simulated")}
+    cases = {only: [row["case"] for row in overlap.measure(Case(only)).rows] for only in ("", *overlap.PARTS)}
     assert cases == {
         "": ["real", "simulated/S=2/keep_kv"],
-        "real": ["real"],
+        **dict.fromkeys(("real", *overlap.REAL_PARTS), ["real"]),
         "simulated": ["simulated/S=2/keep_kv"],
     }
     assert parse(["overlap", "--only", "simulated"]).only == "simulated"

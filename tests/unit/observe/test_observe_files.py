@@ -3,13 +3,14 @@
 import json
 import subprocess
 import sys
+from types import MappingProxyType
 
 import numpy as np
 import pytest
 
 from forge_async.core.errors import ForgeError
 from forge_async.observe.group_events import EventsLog, GroupEvent, read_events
-from forge_async.observe.jsonl import JsonlWriter, encode, read_jsonl
+from forge_async.observe.jsonl import JsonlWriter, encode, plain, read_jsonl
 from forge_async.observe.rollout_log import RolloutLog, RolloutRecord, read_rollouts
 from forge_async.observe.sinks import JsonlSink, read_metrics
 from forge_async.observe.trace import Tracer
@@ -56,6 +57,19 @@ def test_numbers_that_are_not_finite_become_null(tmp_path):
     assert json.loads(lines[1]) == {"step": 2, "loss": None, "memory/rss_bytes": 7}
     sink.close()
     sink.close()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": 1, "b": [1.5, None, "x", True], "c": (1, 2)},
+        {"a": np.float32(0.5), "b": np.int64(7), "c": np.arange(3), "d": MappingProxyType({"e": 1})},
+        {"a": [1.0, {"b": float("nan")}], "c": np.array([np.inf, 1.0])},
+        {1: "a", np.int64(2): "b", None: "c"},
+    ],
+)
+def test_encode_writes_whatever_it_is_given_as_plain_does(value):
+    assert encode(value).decode() == json.dumps(plain(value))
 
 
 def test_encode_takes_arrays_and_broken_unicode():

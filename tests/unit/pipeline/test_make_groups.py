@@ -134,6 +134,18 @@ async def test_groups_leave_in_the_batches_in_which_they_finished():
     assert [[made.group.index for made in batch] for batch in batches] == [[7], [5, 8], [6]]
 
 
+async def test_groups_are_told_when_their_tokens_are_made_before_they_are_scored():
+    told, rewards = [], FakeRewards()
+
+    async def generated(tries):
+        told.append((tries, len(rewards.calls)))
+
+    policy = FakePolicy([["a", "bb", "c"]] * 3, batches=[[2], [0, 1]])
+    batches = [batch async for batch in maker(rewards).make(admissions(5, 6, 7), policy, generated)]
+    assert [len(batch) for batch in batches] == [1, 2]
+    assert told == [([(7, 1)], 0), ([(5, 1), (6, 1)], GROUP_SIZE)]
+
+
 async def test_a_made_group_carries_rewards_advantages_and_what_people_read():
     rewards = FakeRewards()
     ((made,),) = await make(maker(rewards), [4], FakePolicy([["a", "bbb", "bb"]]))

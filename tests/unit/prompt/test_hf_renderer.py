@@ -1,6 +1,7 @@
 """The renderer over Hugging Face tokenizers, on the character tokenizer of the tiny model."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -64,6 +65,13 @@ def test_token_ids_are_those_of_the_recipe(renderer):
     assert renderer.render("5").dtype == np.int32
     assert (PAD_ID, BOS_ID, EOS_ID) == (0, 1, 2)
     assert (renderer.pad_token_id, renderer.stop_token_ids, renderer.vocab_size) == (0, (2,), 98)
+
+
+@given(st.lists(st.lists(st.integers(0, 97), max_size=12), max_size=5), st.booleans())
+def test_many_rows_are_decoded_as_each_is_alone(renderer, rows, is_fast):
+    in_python = HfRenderer.__new__(HfRenderer)
+    in_python._tokenizer = SimpleNamespace(decode=renderer._tokenizer.decode)
+    assert (renderer if is_fast else in_python).decode_many(rows) == [renderer.decode(row) for row in rows]
 
 
 def test_special_tokens_are_left_out_of_decoded_text(renderer):
