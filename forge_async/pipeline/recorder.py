@@ -347,7 +347,9 @@ class Recorder:
 
     def _write_trace(self, step: _Step, stats: Sequence[ReplicaStats], reports: Sequence[WorkerReport]) -> None:
         for number, rank in enumerate(step.ranks):
-            self._tracer.add(f"learner_{number}", [(*span[:4], {"step": step.step}) for span in rank.spans])
+            self._tracer.add(
+                f"learner_{number}", [(*span[:4], {"step": step.step} | (span[4] or {})) for span in rank.spans]
+            )
         for replica, each in zip(self._replicas, stats, strict=True):
             self._tracer.add(replica.name, [(*span, None) for span in each.service.spans])
         for number, report in enumerate(reports):

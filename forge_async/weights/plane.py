@@ -85,7 +85,7 @@ class WeightPlane:
         """
         if self._deltas is not None:
             return self._deltas.take_memory(num_bytes)
-        return await self.store.reserve(num_bytes) if self.store.transport.is_shared else None
+        return await self.store.reserve(num_bytes) if self.store.transport.lends_memory else None
 
     async def stage(self, version: PolicyVersion, part: Part, blob: Any, *, whole: bool = False) -> None:
         """Put one rank's shards. Invisible to readers until the manifest is committed.
