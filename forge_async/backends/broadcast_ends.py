@@ -193,6 +193,8 @@ class Member:
 
     def close(self) -> None:
         """Stop listening."""
+        if not self._thread.is_alive():
+            return
         with suppress(*BROKEN):
             _mail(self._meeting.connect(), self._sender, self._number, END)
             self._thread.join(self._limits.member_s)

@@ -38,8 +38,9 @@ class Meeting:
     def connect(self) -> dist.TCPStore:
         """A connection of its own: one that waits keeps no other from being used. Raises WeightsError."""
         try:
+            self.own_address()  # refused at once, where a TCPStore would try for a while
             return _store(self.host, self.port)
-        except dist.DistError as error:
+        except (OSError, dist.DistError) as error:
             raise WeightsError(
                 f"The weight store's meeting point at {self.host}:{self.port} does not answer; it has ended, or "
                 "weights.broadcast_host is not an address by which this host reaches it."
@@ -68,7 +69,7 @@ class MeetingPoint:
 
     def close(self) -> None:
         """End it. Whoever still waits there gets an error."""
-        del self._server
+        self._server = None
 
 
 def _store(host: str, port: int, listen_on: int | None = None) -> dist.TCPStore:

@@ -69,6 +69,7 @@ class BroadcastStore:
         self._open_member = lambda sender: Member(meeting, backend, sender, limits)
         self._on_sent = on_sent
         self._memory = WarmMemory()
+        self.carried_by = base.transport.name
         self._sender: Sender | None = None
         self._members: dict[int, Member] = {}
         self._numbers = itertools.count(1)
@@ -104,6 +105,8 @@ class BroadcastStore:
                 pulled = await self._pulled([keys[place] for place in missed])
                 for place, value in zip(missed, pulled, strict=True):
                     values[place] = value
+            if notes:
+                self.carried_by = self._base.transport.name if missed else self.transport.name
             yield values
 
     async def delete(self, prefix: str) -> None:
@@ -112,9 +115,13 @@ class BroadcastStore:
     async def keys(self) -> list[str]:
         return [key for key in await self._base.keys() if not key.endswith(WHOLE)]
 
-    async def close(self) -> None:
+    async def settled(self) -> None:
+        """Wait for the end of the broadcasts under way, well or not."""
         if self._sending is not None:
             await self._sending
+
+    async def close(self) -> None:
+        await self.settled()
         for member in self._members.values():
             await asyncio.to_thread(member.close)
         if self._sender is not None:

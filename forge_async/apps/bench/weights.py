@@ -31,7 +31,7 @@ PER_TENSOR = ("torchstore_stock", "gloo_per_parameter")
 """Cases that take 1 to 10 ms a tensor."""
 MOST_TENSORS = 100
 """They are given no more than these."""
-SLOW = (*PER_TENSOR, "rpc", "http", "filesystem", "broadcast", "safetensors_disk")
+SLOW = (*PER_TENSOR, "rpc", "http", "filesystem", "safetensors_disk")
 """Cases of which one round to warm up and two that count are enough."""
 WARM_UP_ROUNDS = 4
 """So many versions are in memory at most: one that is written, two that are kept, one that is read."""
