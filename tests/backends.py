@@ -156,3 +156,23 @@ class LearnerState:
 def state_of_learner() -> LearnerState:
     """Its names and their sizes."""
     return LearnerState()
+
+
+class BroadcastMember:
+    """A reader of one sender's broadcasts, by itself."""
+
+    def __init__(self, meeting: Any, sender: int, member_s: float) -> None:
+        from forge_async.backends.broadcast_ends import Limits, Member
+
+        self._member = Member(meeting, "gloo", sender, Limits(member_s=member_s, total_s=60.0)) if meeting else None
+
+    def take(self, number: int) -> list[int] | None:
+        """The first bytes of what was sent under a number; None when it did not come."""
+        assert self._member is not None, "only its imports were wanted"
+        value = self._member.take(number, (self._member._number,))
+        return None if value is None else value[:8].tolist()
+
+
+def broadcast_member(meeting: Any, sender: int, member_s: float) -> BroadcastMember:
+    """Join the audience of a sender; without a meeting point, only import what that needs."""
+    return BroadcastMember(meeting, sender, member_s)

@@ -68,6 +68,10 @@ class Child:
             raise error
         return value
 
+    def signal(self, number: int) -> None:
+        """Send the process a signal: stop it, let it go on, kill it."""
+        os.kill(self._process.pid, number)
+
     def close(self) -> None:
         """End the process and all that it started."""
         self._connection.close()

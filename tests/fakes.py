@@ -306,6 +306,10 @@ class MemoryStore:
         self.crash_after = crash_after
         self.operations: list[tuple[str, str]] = []
 
+    @property
+    def carried_by(self) -> str:
+        return self.transport.name
+
     async def reserve(self, num_bytes: int) -> Any:
         import torch
 

@@ -34,6 +34,7 @@ from forge_async.weights.manifest import Manifest, Part
 from forge_async.weights.retention import Committed
 
 if TYPE_CHECKING:
+    from forge_async.backends.broadcast_ends import Sending
     from forge_async.backends.titan_learner import TitanLearner
     from forge_async.config import Config
     from forge_async.weights.plane import WeightPlane
@@ -118,6 +119,8 @@ class LearnerActor(ForgeActor):
         """The base of each snapshot that was taken since the last commit; "" of a whole one."""
         self._spare: Any = None
         """Memory for the next snapshot, the store's or an older one's, asked for while the step runs."""
+        self._sendings: list[Sending] = []
+        """Broadcasts that have ended since the last step was told of."""
 
     async def setup(self) -> None:
         await self._run(self._build)
@@ -164,7 +167,7 @@ class LearnerActor(ForgeActor):
             wait_data_s=taken - begun,
             snapshot_s=ended - trained,
             snapshot_bytes=len(self._snapshots) * learner.snapshot_bytes,
-            spans=(*spans, *copied),
+            spans=(*spans, *copied, *self._sent()),
             rss_bytes=own.rss_bytes,
             cpu_s=own.cpu_s,
         )
@@ -267,8 +270,23 @@ class LearnerActor(ForgeActor):
 
         # Versions of adapters are small as they are.
         open_store = open_plane if self._plan.lora.rank and not self._plan.merge_adapters else open_writing_plane
-        self._plane = open_store(store_handle)
+        self._plane = open_store(store_handle, self._sendings.append)
         self._rank.forget_base()  # this store has none of it
+
+    def _sent(self) -> Spans:
+        """Spans of the broadcasts that ended since the last call. They ran beside the step, on another thread."""
+        sendings = self._sendings[:]
+        del self._sendings[: len(sendings)]
+        return tuple(
+            (
+                "broadcast",
+                "work",
+                each.started_s,
+                each.duration_s,
+                {"key": each.key, "bytes": each.num_bytes, "readers": each.num_members},
+            )
+            for each in sendings
+        )
 
     async def _reserve(self, wanted: bool) -> None:
         """Ask for memory of the size of the last snapshot, unless some is at hand.

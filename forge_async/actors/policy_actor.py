@@ -237,7 +237,6 @@ class PolicyActor(ForgeActor):
 
     async def _pull_now(self, version: PolicyVersion) -> Pull:
         started_s, begun = time.time(), time.perf_counter()
-        plane = self._connected
         # One pull at a time, which the service sees to: they unpack into the same memory.
         async with self._service.pulling(), self._fetched(version) as (weights, manifests, read):
             fetch_s = time.perf_counter() - begun
@@ -251,7 +250,7 @@ class PolicyActor(ForgeActor):
             held_bytes=read.own_bytes,
             started_s=started_s,
             swap=swap,
-            transport=plane.store.transport.name,
+            transport=read.transport,
             damage=read.damage,
         )
 

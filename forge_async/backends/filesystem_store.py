@@ -48,6 +48,10 @@ class FilesystemStore:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
+    @property
+    def carried_by(self) -> str:
+        return self.transport.name
+
     async def reserve(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 

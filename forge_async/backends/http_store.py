@@ -141,6 +141,10 @@ class HttpStore:
         """`timeout_s` limits each wait for the server to go on."""
         self._address, self._timeout_s = address, timeout_s
 
+    @property
+    def carried_by(self) -> str:
+        return self.transport.name
+
     async def reserve(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 

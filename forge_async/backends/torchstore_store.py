@@ -229,6 +229,10 @@ class TorchstoreStore:
         self._volume, self._timeout_s = address.volume, timeout_s
         self._watch = Watch("store", (address.process,)) if address.process.is_local else None
 
+    @property
+    def carried_by(self) -> str:
+        return self.transport.name
+
     async def reserve(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
@@ -16,6 +16,11 @@ from forge_async.weights.plane import WeightPlane
 from forge_async.weights.ports import WeightStore
 from forge_async.weights.settings import WeightsSettings
 from forge_async.weights.transports import SHM, choose
+
+if TYPE_CHECKING:
+    from forge_async.backends.broadcast_ends import Sending
+    from forge_async.backends.broadcast_group import Meeting
+    from forge_async.backends.torchstore_store import StoreAddress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +64,25 @@ async def _start(settings: WeightsSettings, folder: str) -> tuple[Any, Callable[
         return server.address, server.close
     from forge_async.backends.torchstore_store import start_volume
 
-    return await start_volume(), lambda: None
+    if settings.transport != "broadcast":
+        return await start_volume(), lambda: None
+    from forge_async.backends.broadcast_ends import dismiss
+    from forge_async.backends.broadcast_group import MeetingPoint
+
+    point = MeetingPoint(settings.broadcast_host)
+
+    def close() -> None:
+        dismiss(point.meeting)
+        point.close()
+
+    return (await start_volume(), point.meeting), close
 
 
-def open_store(handle: bytes) -> WeightStore:
-    """A client of the store, over the transport that suits this process; one a process."""
+def open_store(handle: bytes, on_sent: Callable[[Sending], None] | None = None) -> WeightStore:
+    """A client of the store, over the transport that suits this process; one a process.
+
+    `on_sent` is told of each broadcast that this process has made.
+    """
     opened: _Handle = cloudpickle.loads(handle)
     address, timeout_s = opened.address, opened.settings.timeout_s
     if opened.settings.transport == "filesystem":
@@ -74,22 +93,47 @@ def open_store(handle: bytes) -> WeightStore:
         from forge_async.backends.http_store import HttpStore
 
         return HttpStore(address, timeout_s)
+    if opened.settings.transport == "broadcast":
+        return _open_broadcast(opened.settings, address, on_sent)
+    return _open_volume(opened.settings, address)
+
+
+def _open_volume(settings: WeightsSettings, address: StoreAddress) -> WeightStore:
     from forge_async.backends.torchstore_store import ShmStore, TorchstoreStore
 
-    transport = choose(opened.settings.transport, same_host=address.process.is_local)
-    return (ShmStore if transport == SHM else TorchstoreStore)(address, timeout_s)
+    transport = choose(settings.transport, same_host=address.process.is_local)
+    return (ShmStore if transport == SHM else TorchstoreStore)(address, settings.timeout_s)
 
 
-def open_plane(handle: bytes) -> WeightPlane:
-    """The weight plane over a client of the store, to read from."""
+def _open_broadcast(
+    settings: WeightsSettings, address: tuple[StoreAddress, Meeting], on_sent: Callable[[Sending], None] | None
+) -> WeightStore:
+    from forge_async.backends.broadcast_ends import Limits
+    from forge_async.backends.broadcast_store import BroadcastStore
+
+    # Half of a pull's time: the other half is for what is read from the store instead.
+    limits = Limits(member_s=settings.broadcast_timeout_s, total_s=settings.timeout_s / 2)
+    volume, meeting = address
+    base, backend = _open_volume(settings, volume), settings.broadcast_backend
+    return BroadcastStore(base, meeting, backend=backend, limits=limits, on_sent=on_sent)
+
+
+def open_plane(handle: bytes, on_sent: Callable[[Sending], None] | None = None) -> WeightPlane:
+    """The weight plane over a client of the store, to read from, or to publish to without deltas.
+
+    `on_sent` as in `open_store`.
+    """
     opened: _Handle = cloudpickle.loads(handle)
-    return WeightPlane(open_store(handle), checksums=opened.settings.verify != "none")
+    return WeightPlane(open_store(handle, on_sent), checksums=opened.settings.verify != "none")
 
 
-def open_writing_plane(handle: bytes) -> WeightPlane:
-    """The weight plane over a client of the store, to publish to: with deltas where `weights.delta` has them."""
+def open_writing_plane(handle: bytes, on_sent: Callable[[Sending], None] | None = None) -> WeightPlane:
+    """The weight plane over a client of the store, to publish to: with deltas where `weights.delta` has them.
+
+    `on_sent` as in `open_store`.
+    """
     settings: WeightsSettings = cloudpickle.loads(handle).settings
-    store = open_store(handle)
+    store = open_store(handle, on_sent)
     makes = settings.makes_deltas(is_shared=store.transport.is_shared)
     deltas = DeltaWriter(settings.anchor_every) if makes else None
     return WeightPlane(store, checksums=settings.verify != "none", deltas=deltas)

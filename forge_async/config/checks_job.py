@@ -61,6 +61,17 @@ def gpus_suffice(config: Config) -> str | None:
     return None
 
 
+def nccl_has_gpus(config: Config) -> str | None:
+    """NCCL moves bytes between GPUs only."""
+    weights, job = config.weights, config.job
+    if weights.transport == "broadcast" and weights.broadcast_backend == "nccl" and job.gpus_per_host == 0:
+        return (
+            "weights.broadcast_backend=nccl needs a GPU for each learner rank and each rank of an engine, but "
+            "job.gpus_per_host=0; use weights.broadcast_backend=gloo."
+        )
+    return None
+
+
 def image_is_given(config: Config) -> str | None:
     """Kubernetes starts containers."""
     if config.job.kind == "kubernetes" and not config.job.image:
@@ -80,6 +91,7 @@ JOB_CHECKS: tuple[Callable[[Config], str | None], ...] = (
     hosts_exist,
     hosts_share_equally,
     gpus_suffice,
+    nccl_has_gpus,
     image_is_given,
     time_limit_reads,
 )

@@ -29,7 +29,7 @@ class NotBuilt:
 
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
-    NotBuilt(key="weights.transport", allowed=("auto", "shm", "rpc", "filesystem", "http")),
+    NotBuilt(key="weights.transport", allowed=("auto", "shm", "rpc", "filesystem", "http", "broadcast")),
 )
 """The one list of what exists as a word but does not run yet."""
 

@@ -58,6 +58,8 @@ class _Weights:
     num_damaged: int = 0
     """Pulls since the last row that gave up deltas."""
     held_bytes: dict[str, int] = field(default_factory=dict)
+    transports: dict[str, str] = field(default_factory=dict)
+    """What brought each replica its last version."""
     step_ended_s: dict[int, float] = field(default_factory=dict)
     """Wall clock at which each version came to be."""
 
@@ -141,7 +143,8 @@ class Recorder:
         weights.pull_s = max(pull.fetch_s + pull.pause_s, 0.0 if newer else weights.pull_s)
         weights.pause_s = max(pull.pause_s, 0.0 if newer else weights.pause_s)
         weights.pulled = pull.version
-        if replica not in weights.held_bytes:
+        if weights.transports.get(replica) != pull.transport:
+            weights.transports[replica] = pull.transport
             self._progress.note(f"weights to {replica}: {transport_line(pull)}")
         if pull.damage:
             weights.num_damaged += 1
@@ -348,7 +351,9 @@ class Recorder:
 
     def _write_trace(self, step: _Step, stats: Sequence[ReplicaStats], reports: Sequence[WorkerReport]) -> None:
         for number, rank in enumerate(step.ranks):
-            self._tracer.add(f"learner_{number}", [(*span[:4], {"step": step.step}) for span in rank.spans])
+            self._tracer.add(
+                f"learner_{number}", [(*span[:4], {"step": step.step} | (span[4] or {})) for span in rank.spans]
+            )
         for replica, each in zip(self._replicas, stats, strict=True):
             self._tracer.add(replica.name, [(*span, None) for span in each.service.spans])
         for number, report in enumerate(reports):

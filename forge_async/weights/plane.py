@@ -34,6 +34,8 @@ class ReadReport:
     own_bytes: int = 0
     """Memory of this process that it is in, or was put together in."""
     num_deltas: int = 0
+    transport: str = ""
+    """What brought it."""
     damage: str = ""
     """Why what was held, or was read first, was given up for the last whole version and all deltas since."""
 
@@ -43,6 +45,7 @@ class ReadReport:
             num_bytes=self.num_bytes + base.num_bytes,
             own_bytes=self.own_bytes + base.own_bytes,
             num_deltas=self.num_deltas + base.num_deltas,
+            transport=self.transport,
             damage=self.damage or base.damage,
         )
 
@@ -85,7 +88,7 @@ class WeightPlane:
         """
         if self._deltas is not None:
             return self._deltas.take_memory(num_bytes)
-        return await self.store.reserve(num_bytes) if self.store.transport.is_shared else None
+        return await self.store.reserve(num_bytes) if self.store.transport.lends_memory else None
 
     async def stage(self, version: PolicyVersion, part: Part, blob: Any, *, whole: bool = False) -> None:
         """Put one rank's shards. Invisible to readers until the manifest is committed.
@@ -297,6 +300,7 @@ class WeightPlane:
             own_bytes=(0 if is_shared else num_bytes)
             + (sum(blob.numel() for blob in blobs.values()) if copies or kept else 0),
             num_deltas=sum(link.is_delta for link, _ in fetched),
+            transport=self.store.carried_by,
             damage=damage,
         )
         return blobs

@@ -20,6 +20,11 @@ class WeightStore(Protocol):
         """What carries the bytes, and what it can do."""
         ...
 
+    @property
+    def carried_by(self) -> str:
+        """Name of the transport that brought what was read last, where a client has several."""
+        ...
+
     async def reserve(self, num_bytes: int) -> Any:
         """Writable memory, uint8 [num_bytes], from which `put` need not copy. Given back by being put."""
         ...

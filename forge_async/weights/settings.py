@@ -8,6 +8,8 @@ from forge_async.core.settings import setting
 
 TRANSPORTS = ("auto", "rpc", "shm", "rdma", "ipc", "broadcast", "filesystem", "http")
 
+BACKENDS = ("gloo", "nccl")
+
 DELTA = ("auto", "never", "always")
 
 VERIFY = ("none", "sampled", "full")
@@ -24,6 +26,20 @@ class WeightsSettings:
     timeout_s: float = setting(120.0, "longest time one publication or pull may take", unit="s", low=0.1)
     folder: str = setting("", "filesystem: a folder that all hosts share; empty: in the run's directory")
     http_host: str = setting("127.0.0.1", "http: address that the store listens on, by which the other hosts reach it")
+    broadcast_host: str = setting(
+        "127.0.0.1",
+        "broadcast: address of the store's host on which senders and readers meet, by which the other hosts reach it",
+    )
+    broadcast_backend: str = setting(
+        "gloo", "broadcast: what carries the bytes; nccl: between GPUs, one in each process", choices=BACKENDS
+    )
+    broadcast_timeout_s: float = setting(
+        5.0,
+        "broadcast: longest wait for one reader to answer or to take a bucket; then the others go on without it, and "
+        "it pulls",
+        unit="s",
+        low=0.1,
+    )
     verify: str = setting(
         "sampled",
         "checksums of shards, made and compared beside generation (none: not at all), and how much of what a replica "

@@ -20,29 +20,39 @@ class Transport:
     """Whether reader and writer may be on different hosts."""
     is_shared: bool
     """Whether readers use the store's own memory, and so hold nothing of their own."""
+    lends_memory: bool = False
+    """Whether a writer that fills memory of the store saves a copy."""
 
     def suits(self, *, same_host: bool) -> bool:
         """Whether a run may rely on it between the store and a client: replicas are started anew, and members die."""
         return self.late_joiners and self.survives_members and (same_host or self.cross_host)
 
 
-SHM = Transport(name="shm", late_joiners=True, survives_members=True, cross_host=False, is_shared=True)
+SHM = Transport(
+    name="shm", late_joiners=True, survives_members=True, cross_host=False, is_shared=True, lends_memory=True
+)
 RPC = Transport(name="rpc", late_joiners=True, survives_members=True, cross_host=True, is_shared=False)
 FILESYSTEM = Transport(name="filesystem", late_joiners=True, survives_members=True, cross_host=True, is_shared=False)
 HTTP = Transport(name="http", late_joiners=True, survives_members=True, cross_host=True, is_shared=False)
-BUILT = {each.name: each for each in (SHM, RPC, FILESYSTEM, HTTP)}
+BROADCAST = Transport(
+    name="broadcast", late_joiners=True, survives_members=True, cross_host=True, is_shared=False, lends_memory=True
+)
+"""Of the process group alone neither of the first two would hold: who joins late, or whose group broke, pulls the same
+version over `shm` or `rpc`."""
+BUILT = {each.name: each for each in (SHM, RPC, FILESYSTEM, HTTP, BROADCAST)}
 """The transports that there are, by name."""
 
 
 AUTO = (SHM, RPC)
-"""What `auto` takes the first suitable of: the fastest comes first. One store serves all of them."""
+"""What `auto` takes the first suitable of: the fastest comes first. One store serves all of them. Broadcast is not
+among them: on one host shared memory is faster (`bench weights`), and over several hosts nobody has measured it."""
 
 
 def choose(requested: str, *, same_host: bool, among: Sequence[Transport] = AUTO) -> Transport:
     """The transport between the store and one of its clients, by what each says of itself.
 
     `auto` takes the first of `among` that suits. A client that asks for shared memory from another host gets messages
-    too: the store serves both.
+    too: the store serves both. What `broadcast` is pulled over, when it is, is what `auto` would take.
     """
-    wanted = among if requested in ("auto", "shm") else [each for each in among if each.name == requested]
+    wanted = among if requested in ("auto", "shm", "broadcast") else [each for each in among if each.name == requested]
     return next(each for each in wanted if each.suits(same_host=same_host))

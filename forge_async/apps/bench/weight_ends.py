@@ -141,8 +141,8 @@ class PlaneCarrier:
     async def prepare(self, version: int) -> None:
         store = self._plane.store
         await self._plane.retire(PolicyVersion(step=version - 2))
-        shared = store.transport.is_shared and self._packer.blob_bytes
-        self._blob = await store.reserve(self._packer.blob_bytes) if shared else None
+        lends = store.transport.lends_memory and self._packer.blob_bytes
+        self._blob = await store.reserve(self._packer.blob_bytes) if lends else None
 
     async def publish(self, version: int) -> None:
         await self._plane.publish(PolicyVersion(step=version), *self._packer.pack(self._shards, self._blob))
@@ -294,6 +294,7 @@ CARRIERS: dict[str, Callable[[Model, Any, Path], Carrier]] = {
     "rpc": PlaneCarrier,
     "filesystem": PlaneCarrier,
     "http": PlaneCarrier,
+    "broadcast": PlaneCarrier,
     "torchstore_stock": StockCarrier,
     "gloo_per_parameter": GlooCarrier,
     "gloo_buckets": GlooBucketsCarrier,

@@ -185,11 +185,12 @@ PLANES = {
     "rpc": WeightsSettings(transport="rpc", verify="none"),
     "filesystem": WeightsSettings(transport="filesystem", verify="none"),
     "http": WeightsSettings(transport="http", verify="none"),
+    "broadcast": WeightsSettings(transport="broadcast", verify="none"),
 }
 """Our own cases. Each has a store to itself: from a shared pool each would get memory that another has warmed."""
 
 
-OURS = ("auto/", "shm/", "rpc/", "filesystem/", "http/")
+OURS = ("auto/", "shm/", "rpc/", "filesystem/", "http/", "broadcast/")
 """What the names of rows of our own transports begin with."""
 RATES = ("publish_gb_per_s", "pull_gb_per_s")
 

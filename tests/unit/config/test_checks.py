@@ -136,6 +136,11 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
     (j.hosts_exist, {"job.policy_hosts": 2, "job.kind": "process"}, ["job.policy_hosts=2"]),
     (j.hosts_share_equally, {"job.kind": "slurm", "job.learner_hosts": 2}, ["learner.ranks=1", "learner.ranks=2"]),
     (j.hosts_share_equally, {"job.kind": "slurm", "job.policy_hosts": 2}, ["policy.replicas=1"]),
+    (
+        j.nccl_has_gpus,
+        {"weights.transport": "broadcast", "weights.broadcast_backend": "nccl"},
+        ["weights.broadcast_backend=nccl", "job.gpus_per_host=0", "weights.broadcast_backend=gloo"],
+    ),
     (j.gpus_suffice, {"job.gpus_per_host": 1}, ["learner.ranks=1", "2 GPUs", "job.gpus_per_host=1"]),
     (
         j.gpus_suffice,

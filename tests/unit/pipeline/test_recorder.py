@@ -193,6 +193,14 @@ async def test_the_transport_and_its_rate_are_printed_once_for_each_replica(tmp_
     assert printed == [f"weights to policy_{i}: shm, 2 MB in 400 ms (5 MB/s)" for i in range(lines)]
 
 
+async def test_another_transport_than_for_the_version_before_is_printed(tmp_path):
+    records = Records(tmp_path, mode="lines")
+    pull = dataclasses.replace(make_pull(PolicyVersion(step=1), fetch_s=0.3, pause_s=0.1), num_bytes=2_000_000)
+    for transport in ("shm", "broadcast", "broadcast", "shm"):
+        records.recorder.pulled("policy_0", dataclasses.replace(pull, transport=transport))
+    assert [line.split()[3] for line in records.terminal.getvalue().splitlines()] == ["shm,", "broadcast,", "shm,"]
+
+
 async def test_the_lag_counts_from_the_end_of_the_step_to_the_first_token_of_its_version(records):
     records.step(0, 0)
     ended_s = records.recorder._steps[0].ended_s

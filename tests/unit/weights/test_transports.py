@@ -7,7 +7,15 @@ from forge_async.weights.transports import BUILT, RPC, SHM, choose
 
 @pytest.mark.parametrize(
     ("requested", "same_host", "chosen"),
-    [("auto", True, SHM), ("auto", False, RPC), ("shm", True, SHM), ("shm", False, RPC), ("rpc", True, RPC)],
+    [
+        ("auto", True, SHM),
+        ("auto", False, RPC),
+        ("shm", True, SHM),
+        ("shm", False, RPC),
+        ("rpc", True, RPC),
+        ("broadcast", True, SHM),
+        ("broadcast", False, RPC),
+    ],
 )
 def test_shared_memory_is_for_the_stores_host_and_messages_for_the_others(requested, same_host, chosen):
     assert choose(requested, same_host=same_host) == chosen

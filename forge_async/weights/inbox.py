@@ -1,0 +1,106 @@
+"""What a member of a broadcast has received and nobody has taken yet; and memory that is used again when free."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+T = TypeVar("T")
+KEPT = 2
+"""Values that are kept at most, the one that is arriving among them: who takes none in time reads the store."""
+
+
+class Inbox(Generic[T]):
+    """Values by number, as a thread puts them there in ascending order; others wait for the one they want."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._values: dict[int, T] = {}
+        self._last = 0
+        """The last number that arrived, or never will."""
+        self._moved_s = 0.0
+        self._num_abandoned = 0
+
+    def progress(self) -> None:
+        """Something happened that leads to the next value: patience begins anew."""
+        with self._changed:
+            self._moved_s = time.monotonic()
+
+    def begin(self) -> None:
+        """Another value is arriving: make room for it."""
+        with self._changed:
+            for number in sorted(self._values)[: -(KEPT - 1)]:
+                del self._values[number]
+            self._moved_s = time.monotonic()
+
+    def put(self, number: int, value: T) -> None:
+        """A value is here, whole."""
+        with self._changed:
+            self._values[number] = value
+            self._last = number
+            self._changed.notify_all()
+
+    def miss(self, number: int) -> None:
+        """A value will not come."""
+        with self._changed:
+            self._last = max(self._last, number)
+            self._changed.notify_all()
+
+    def abandon(self) -> None:
+        """Nothing that is waited for now will come."""
+        with self._changed:
+            self._num_abandoned += 1
+            self._changed.notify_all()
+
+    def take(self, number: int, stall_s: float, total_s: float) -> T | None:
+        """Wait for a value, and have it for oneself; None when it will not come.
+
+        Args:
+            number: which one.
+            stall_s: how long nothing may happen before the wait is given up.
+            total_s: how long it may take however much happens.
+        """
+        begun = time.monotonic()
+        with self._changed:
+            self._moved_s = max(self._moved_s, begun)
+            num_abandoned = self._num_abandoned
+            while number not in self._values and number > self._last and num_abandoned == self._num_abandoned:
+                left_s = min(self._moved_s + stall_s, begun + total_s) - time.monotonic()
+                if left_s <= 0:
+                    break
+                self._changed.wait(left_s)
+            return self._values.pop(number, None)
+
+
+class WarmMemory:
+    """Tensors of memory that is used again when the last of their views is gone: its pages need not be found anew."""
+
+    def __init__(self) -> None:
+        self._spare: deque[np.ndarray] = deque(maxlen=KEPT)
+        """Changed by single operations of the deque only: tensors may end on any thread, in the middle of anything."""
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """uint8 [num_bytes], of any contents."""
+        import torch
+
+        memory = self._memory(num_bytes)
+        lent = memory[:]  # the tensor and its views hold this array: its end tells that they are gone
+        weakref.finalize(lent, self._spare.append, memory).atexit = False
+        return torch.from_numpy(lent)
+
+    def _memory(self, num_bytes: int) -> np.ndarray:
+        import numpy as np
+
+        with suppress(IndexError):
+            while (spare := self._spare.popleft()).size != num_bytes:
+                pass
+            return spare
+        return np.empty(num_bytes, np.uint8)

@@ -1,0 +1,91 @@
+"""What a member of a broadcast keeps until it is asked for, and the memory that it uses again."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from forge_async.weights.inbox import Inbox, WarmMemory
+
+pytestmark = pytest.mark.timeout(30)
+LONG_S = 20.0
+
+
+def taken_by_a_thread(inbox, number, stall_s=LONG_S, total_s=LONG_S):
+    """Start to wait for a number; returns what waits for the answer."""
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(inbox.take(number, stall_s, total_s)))
+    thread.start()
+
+    def answer():
+        thread.join(10)
+        assert not thread.is_alive(), "it still waits"
+        return answers[0]
+
+    return answer
+
+
+def test_a_value_is_waited_for_taken_once_and_never_given_under_another_number():
+    inbox = Inbox()
+    answer = taken_by_a_thread(inbox, 2)
+    inbox.begin()
+    inbox.put(1, "one")
+    inbox.begin()
+    inbox.put(2, "two")
+    assert answer() == "two"
+    assert inbox.take(2, LONG_S, LONG_S) is None
+    assert inbox.take(1, LONG_S, LONG_S) == "one"
+
+
+@pytest.mark.parametrize("end", ["miss", "abandon"])
+def test_who_waits_for_what_will_not_come_is_told_at_once(end):
+    inbox = Inbox()
+    answer = taken_by_a_thread(inbox, 3)
+    time.sleep(0.05)
+    if end == "miss":
+        inbox.miss(3)
+    else:
+        inbox.abandon()
+    assert answer() is None
+
+
+def test_patience_lasts_as_long_as_something_moves_and_never_longer_than_in_all():
+    inbox = Inbox()
+    answer = taken_by_a_thread(inbox, 1, stall_s=0.3)
+    for _ in range(8):
+        time.sleep(0.1)
+        inbox.progress()
+    inbox.put(1, "late")
+    assert answer() == "late"
+    begun = time.monotonic()
+    assert inbox.take(2, stall_s=0.1, total_s=LONG_S) is None
+    answer = taken_by_a_thread(inbox, 2, stall_s=0.3, total_s=0.4)
+    for _ in range(8):
+        time.sleep(0.1)
+        inbox.progress()
+    assert answer() is None
+    assert time.monotonic() - begun < 5
+
+
+def test_values_that_nobody_takes_make_room_for_later_ones():
+    inbox = Inbox()
+    for number in range(1, 6):
+        inbox.begin()
+        inbox.put(number, number)
+    assert [inbox.take(number, LONG_S, LONG_S) for number in range(1, 6)] == [None, None, None, 4, 5]
+
+
+def test_memory_is_used_again_when_the_last_view_of_it_is_gone_and_not_before():
+    memory = WarmMemory()
+    first = memory.take(4096)
+    place, view = first.data_ptr(), first[8:].view(-1)
+    del first
+    assert memory.take(4096).data_ptr() != place
+    view.fill_(7)
+    del view
+    again = [memory.take(4096) for _ in range(2)]
+    assert place in [each.data_ptr() for each in again]
+    assert len({each.data_ptr() for each in again}) == 2
+    assert memory.take(100).numel() == 100
