@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from forge_async.backends.hf_renderer import HfRenderer
+from forge_async.backends.only_rank import be_the_only_rank
 from forge_async.core.packages import require
 from forge_async.learner.settings import LearnerSettings, OptimizerSettings
 
@@ -117,12 +116,3 @@ def _watch_logits(learner: TitanLearner, ids: np.ndarray) -> torch.Tensor:
     finally:
         hook.remove()
     return seen[0][0].float().cpu()
-
-
-def be_the_only_rank() -> None:
-    """The environment of torch's elastic launch, for a world of one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

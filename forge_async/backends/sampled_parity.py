@@ -161,7 +161,7 @@ def _sample(plan: ParityPlan, _: Sampled | None) -> Sampled:
 def _learner_logprobs(plan: ParityPlan, sampled: Sampled | None) -> np.ndarray:
     """A learner of one rank, built as a run builds it."""
     assert sampled is not None
-    from forge_async.backends.parity import be_the_only_rank
+    from forge_async.backends.only_rank import be_the_only_rank
 
     be_the_only_rank()
     from forge_async.backends.titan_learner import TitanLearner

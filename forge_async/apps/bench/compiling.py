@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -25,6 +24,7 @@ import numpy as np
 from forge_async.apps.bench.output import Report
 from forge_async.apps.bench.packing import samples_of
 from forge_async.apps.bench.plan import Plan, in_another_process
+from forge_async.backends.only_rank import be_the_only_rank
 from forge_async.config import Config
 from forge_async.core.versions import PolicyVersion
 from forge_async.learner.batch import split_samples
@@ -162,11 +162,7 @@ def _learner(folder: Path, config: Config, compiles: bool) -> TitanLearner:
     from forge_async.backends.titan_learner import TitanLearner
     from forge_async.learner.loss import objective_loss
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        os.environ.setdefault("MASTER_PORT", str(probe.getsockname()[1]))
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    be_the_only_rank()
     return TitanLearner(
         folder,
         loss=objective_loss(config.whole_objective(), config.asynchrony.correction, config.correction),

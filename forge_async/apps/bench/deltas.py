@@ -11,8 +11,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -26,6 +24,7 @@ from forge_async.apps.bench.delta_ends import DeltaEnd
 from forge_async.apps.bench.output import Report
 from forge_async.apps.bench.plan import Plan, in_another_process
 from forge_async.backends import smollm2
+from forge_async.backends.only_rank import be_the_only_rank
 from forge_async.core.records import Samples
 from forge_async.learner.batch import split_samples
 from forge_async.learner.settings import LearnerSettings, OptimizerSettings
@@ -176,11 +175,7 @@ def batches(encode: Callable[[str], np.ndarray]) -> Iterator[Samples]:
 
 
 def _learner(folder: Path, lr: float, seed: int) -> Any:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    be_the_only_rank()
     from forge_async.backends.titan_learner import TitanLearner
     from forge_async.learner.loss import supervised_loss
 

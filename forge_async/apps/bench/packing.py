@@ -7,8 +7,6 @@ long samples for N ranks, which wait for each other in every micro-batch, and ad
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +17,7 @@ import numpy as np
 
 from forge_async.apps.bench.output import Report
 from forge_async.apps.bench.plan import Plan, in_another_process
+from forge_async.backends.only_rank import be_the_only_rank
 from forge_async.core.records import Samples
 from forge_async.core.versions import NOT_SAMPLED, VersionRuns
 from forge_async.learner.batch import split_samples
@@ -118,11 +117,7 @@ def _train_in_turn(folder: Path, rounds: int, seed: int) -> list[dict[str, Any]]
 
 
 def _learner(folder: Path, packed: bool, seed: int) -> Any:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1"} | ({} if "MASTER_PORT" in os.environ else {"MASTER_PORT": str(port)})
+    be_the_only_rank()
     from forge_async.backends.titan_learner import TitanLearner
     from forge_async.learner.loss import objective_loss
 
