@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +10,7 @@ from typing import Any
 from forge_async.learner.batch import Share
 from tests import backends
 
-AFTER_BACKWARD_S = 0.3
-"""How long the copy goes on after the backward pass: the step of the model of the tests takes less."""
+LIMIT_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,38 +24,44 @@ class Overtaken:
 
 
 class Overtaking:
-    """Takes a step at once after a copy was begun, which does not even start before the backward pass is done."""
+    """Takes a step at once after a copy was begun. The copy itself waits until the step waits for it, or is done."""
 
     def __init__(self, learner: Any) -> None:
-        self._learner, self._backward = learner, threading.Event()
-        if hasattr(learner, "_forward_backward"):
+        self._learner, self._is_begun = learner, False
+        self._backward, self._next_move = threading.Event(), threading.Event()
+        self._has_backward = hasattr(learner, "_forward_backward")
+        if self._has_backward:
             inner = learner._forward_backward
             learner._forward_backward = lambda *args: (inner(*args), self._backward.set())[0]
-        else:
-            self._backward.set()
+        wait = learner._copy_out.wait
+        learner._copy_out.wait = lambda: (self._note_wait(), wait())[1]
 
     def overtake(self, first: Share, second: Share) -> Overtaken:
         """Train on `first`, begin a copy, train on `second`."""
-        learner, backwards = self._learner, []
+        learner, seen = self._learner, []
         learner.train(first)
         version = learner.snapshot()[1].clone()
-        if hasattr(learner, "_forward_backward"):
-            self._backward.clear()
+        self._backward.clear()
 
         def hold() -> None:
-            backwards.append(self._backward.wait(10))
-            time.sleep(AFTER_BACKWARD_S)
+            seen.append(self._next_move.wait(LIMIT_S) and (self._backward.is_set() or not self._has_backward))
 
         with ThreadPoolExecutor(1) as copier:
             copier.submit(hold)
             copy = learner.begin_snapshot(copier)
+            self._is_begun = True
             learner.train(second)
-            blob = copy.result(timeout=10)[1]
+            self._next_move.set()
+            blob = copy.result(LIMIT_S)[1]
         return Overtaken(
             is_of_its_version=bool((blob == version).all()),
             differs_from_the_next=bool((blob != learner.snapshot()[1]).any()),
-            copied_beside_backward=backwards == [True],
+            copied_beside_backward=seen == [True],
         )
+
+    def _note_wait(self) -> None:
+        if self._is_begun:
+            self._next_move.set()
 
 
 def titan_learner(folder: str, port: int, **settings: Any) -> Overtaking:

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -21,7 +22,9 @@ KEPT = 2
 class Inbox(Generic[T]):
     """Values by number, as a thread puts them there in ascending order; others wait for the one they want."""
 
-    def __init__(self) -> None:
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        """`now_s`: the clock that patience goes by."""
+        self._now_s = now_s
         self._changed = threading.Condition()
         self._values: dict[int, T] = {}
         self._last = 0
@@ -32,14 +35,14 @@ class Inbox(Generic[T]):
     def progress(self) -> None:
         """Something happened that leads to the next value: patience begins anew."""
         with self._changed:
-            self._moved_s = time.monotonic()
+            self._moved_s = self._now_s()
 
     def begin(self) -> None:
         """Another value is arriving: make room for it."""
         with self._changed:
             for number in sorted(self._values)[: -(KEPT - 1)]:
                 del self._values[number]
-            self._moved_s = time.monotonic()
+            self._moved_s = self._now_s()
 
     def put(self, number: int, value: T) -> None:
         """A value is here, whole."""
@@ -68,12 +71,12 @@ class Inbox(Generic[T]):
             stall_s: how long nothing may happen before the wait is given up.
             total_s: how long it may take however much happens.
         """
-        begun = time.monotonic()
+        begun = self._now_s()
         with self._changed:
             self._moved_s = max(self._moved_s, begun)
             num_abandoned = self._num_abandoned
             while number not in self._values and number > self._last and num_abandoned == self._num_abandoned:
-                left_s = min(self._moved_s + stall_s, begun + total_s) - time.monotonic()
+                left_s = min(self._moved_s + stall_s, begun + total_s) - self._now_s()
                 if left_s <= 0:
                     break
                 self._changed.wait(left_s)

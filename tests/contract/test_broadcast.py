@@ -137,7 +137,9 @@ async def test_a_reader_killed_in_the_middle_holds_nobody_up_and_its_successor_p
     await run.writer.put({"v3": blob(64 * MIB, 3)})
     assert time.monotonic() - begun < MEMBER_S, "the learner goes on"
     waiting = asyncio.ensure_future(read(reader, "v3", 64 * MIB, 3))
-    await asyncio.sleep(1.0)
+    async with asyncio.timeout(MEMBER_S):
+        while reader._members[sender]._inbox._moved_s < begun:
+            await asyncio.sleep(0.01)
     assert not waiting.done(), "the stopped one is in the middle of it, and so is everybody"
     other.signal(signal.SIGKILL)
     took_s, pulled = await waiting

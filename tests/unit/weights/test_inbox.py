@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -11,6 +10,29 @@ from forge_async.weights.inbox import Inbox, WarmMemory
 
 pytestmark = pytest.mark.timeout(30)
 LONG_S = 20.0
+TICK_S = 0.02
+"""Patience of those whose clock the test moves; they look at it about so often."""
+
+
+class TestClock:
+    """Stands still until it is told to move, and knows how often it was looked at."""
+
+    __test__ = False
+
+    def __init__(self):
+        self.now_s, self._num_looks, self._looked = 0.0, 0, threading.Condition()
+
+    def __call__(self):
+        with self._looked:
+            self._num_looks += 1
+            self._looked.notify_all()
+            return self.now_s
+
+    def wait_for_looks(self, num):
+        """Wait until it was looked at so many times more."""
+        with self._looked:
+            wanted = self._num_looks + num
+            assert self._looked.wait_for(lambda: self._num_looks >= wanted, 10)
 
 
 def taken_by_a_thread(inbox, number, stall_s=LONG_S, total_s=LONG_S):
@@ -41,9 +63,10 @@ def test_a_value_is_waited_for_taken_once_and_never_given_under_another_number()
 
 @pytest.mark.parametrize("end", ["miss", "abandon"])
 def test_who_waits_for_what_will_not_come_is_told_at_once(end):
-    inbox = Inbox()
-    answer = taken_by_a_thread(inbox, 3)
-    time.sleep(0.05)
+    clock = TestClock()
+    inbox = Inbox(clock)
+    answer = taken_by_a_thread(inbox, 3, stall_s=TICK_S)
+    clock.wait_for_looks(2)  # it waits
     if end == "miss":
         inbox.miss(3)
     else:
@@ -52,21 +75,28 @@ def test_who_waits_for_what_will_not_come_is_told_at_once(end):
 
 
 def test_patience_lasts_as_long_as_something_moves_and_never_longer_than_in_all():
-    inbox = Inbox()
-    answer = taken_by_a_thread(inbox, 1, stall_s=0.3)
+    clock = TestClock()
+    inbox = Inbox(clock)
+    answer = taken_by_a_thread(inbox, 1, stall_s=TICK_S)
+    clock.wait_for_looks(2)
     for _ in range(8):
-        time.sleep(0.1)
+        clock.now_s += 0.8 * TICK_S
         inbox.progress()
+        clock.wait_for_looks(2)
     inbox.put(1, "late")
     assert answer() == "late"
-    begun = time.monotonic()
-    assert inbox.take(2, stall_s=0.1, total_s=LONG_S) is None
-    answer = taken_by_a_thread(inbox, 2, stall_s=0.3, total_s=0.4)
-    for _ in range(8):
-        time.sleep(0.1)
+
+    answer = taken_by_a_thread(inbox, 2, stall_s=TICK_S)
+    clock.wait_for_looks(2)
+    clock.now_s += 1.1 * TICK_S
+    assert answer() is None, "nothing moved"
+
+    answer = taken_by_a_thread(inbox, 2, stall_s=TICK_S, total_s=2.0 * TICK_S)
+    clock.wait_for_looks(2)
+    for _ in range(3):
+        clock.now_s += 0.8 * TICK_S
         inbox.progress()
-    assert answer() is None
-    assert time.monotonic() - begun < 5
+    assert answer() is None, "something moved, for too long"
 
 
 def test_values_that_nobody_takes_make_room_for_later_ones():
