@@ -89,7 +89,11 @@ def measure(plan: Plan) -> Report:
 
 
 def row_of(case: str, eager: Timing, compiled: Timing) -> dict[str, Any]:
-    """Medians of steps, what compiling gains, costs, and after how many steps it pays; that is left out if never."""
+    """Medians of steps, what compiling gains, costs, and after how many steps it pays.
+
+    That is left out where compiled steps gain nothing, and where eager took as long to become steady: the cost was then
+    too small for this machine to show.
+    """
     row: dict[str, Any] = {"case": case}
     for unit in ("wall", "cpu"):
         plain, fast = (median(getattr(cost, f"{unit}_s") for cost in each.steps) for each in (eager, compiled))
@@ -101,13 +105,18 @@ def row_of(case: str, eager: Timing, compiled: Timing) -> dict[str, Any]:
             f"speedup{suffix}": plain / fast,
             f"compile{suffix}_s": extra,
         }
-        if plain > fast:
+        if plain > fast and extra > 0:
             row[f"break_even{suffix}_steps"] = math.ceil(extra / (plain - fast))
     return row
 
 
 def _told(row: dict[str, Any]) -> str:
-    pays = f"pays after {row['break_even_steps']:,} steps" if "break_even_steps" in row else "never pays"
+    if row["speedup"] <= 1:
+        pays = "never pays"
+    elif "break_even_steps" in row:
+        pays = f"pays after {row['break_even_steps']:,} steps"
+    else:
+        pays = "this machine was too noisy to time; see the CPU seconds"
     return (
         f"{row['case']}: {row['speedup']:.2f} times the rate for {row['compile_s']:.0f} s of compiling, which {pays}."
     )
