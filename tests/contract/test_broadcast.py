@@ -138,7 +138,7 @@ async def test_a_reader_killed_in_the_middle_holds_nobody_up_and_its_successor_p
     assert time.monotonic() - begun < MEMBER_S, "the learner goes on"
     waiting = asyncio.ensure_future(read(reader, "v3", 64 * MIB, 3))
     async with asyncio.timeout(MEMBER_S):
-        while reader._members[sender]._inbox._moved_s < begun:
+        while reader._members[sender]._inbox._moved_s < begun:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert not waiting.done(), "the stopped one is in the middle of it, and so is everybody"
     other.signal(signal.SIGKILL)
