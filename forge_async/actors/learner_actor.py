@@ -18,7 +18,7 @@ from forge_async.core.errors import ForgeError, LearnerError, one_sentence
 from forge_async.core.records import Samples
 from forge_async.core.user_code import absolute_reference
 from forge_async.core.versions import PolicyVersion
-from forge_async.learner.batch import split_samples
+from forge_async.learner.batch import Share, split_samples
 from forge_async.learner.layout import Layout
 from forge_async.learner.ports import StepResult
 from forge_async.learner.settings import (
@@ -29,6 +29,7 @@ from forge_async.learner.settings import (
     OptimizerSettings,
 )
 from forge_async.observe.process_stats import own_stats
+from forge_async.pipeline.batch_ahead import BatchAhead
 from forge_async.pipeline.ports import LearnerStep, Span, Spans
 from forge_async.weights.manifest import Manifest, Part
 from forge_async.weights.retention import Committed
@@ -49,7 +50,7 @@ class LearnerPlan:
 
     model_folder: str
     total_steps: int
-    """Length of the learning-rate schedule, in steps."""
+    """Of the run, and so of the learning-rate schedule."""
     learner: LearnerSettings = field(default_factory=LearnerSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     objective: ObjectiveSettings | None = field(default_factory=ObjectiveSettings)
@@ -70,6 +71,8 @@ class LearnerPlan:
     """Of rank 0: the model itself is trained."""
     merge_adapters: bool = False
     """As `weights.merge_adapters`."""
+    takes_ahead: bool = True
+    """Whether the batch of a step is taken while the step before it trains."""
     reads_frozen: bool = True
     """Whether reference and teacher are on the learner's mesh; without, what they give comes with the samples."""
 
@@ -94,6 +97,7 @@ class LearnerPlan:
             publish_dtype=config.policy.dtype,
             lora=config.lora,
             merge_adapters=config.weights.merge_adapters,
+            takes_ahead=config.asynchrony.takes_ahead,
             reads_frozen=not config.reference.is_service,
         )
 
@@ -114,6 +118,7 @@ class LearnerActor(ForgeActor):
         self._learner: TitanLearner | None = None
         self._plane: WeightPlane | None = None
         self._replay: ActorHandle | None = None
+        self._batches = BatchAhead(self._take_share, end=plan.total_steps if plan.takes_ahead else 0)
         self._snapshots: dict[PolicyVersion, Future[tuple[Part, Any]]] = {}
         self._builds_on: dict[PolicyVersion, str] = {}
         """The base of each snapshot that was taken since the last commit; "" of a whole one."""
@@ -128,6 +133,7 @@ class LearnerActor(ForgeActor):
             self._join(await self._store.handle.call_one())
 
     async def teardown(self) -> None:
+        self._batches.close()
         if self._learner is not None:
             await self._run(self._learner.close)
 
@@ -144,11 +150,8 @@ class LearnerActor(ForgeActor):
 
         The copy goes on beside the next step, which waits for it before its optimiser changes what is copied.
         """
-        learner = self._rank
-        if self._replay is None:
-            raise LearnerError("The learner is not connected to the replay actor.")
-        begun = time.time()
-        share, batch = await self._replay.take_share.call_one(step, learner.batch_rank, learner.batch_ranks, deadline_s)
+        learner, begun = self._rank, time.time()
+        share, batch = await self._batches.take(step, deadline_s)
         taken = time.time()
         result, _ = await asyncio.gather(self._run(lambda: learner.train(share)), self._reserve(snapshot))
         trained = time.time()
@@ -264,6 +267,11 @@ class LearnerActor(ForgeActor):
         if self._plane is None:
             raise LearnerError("The learner is not connected to the weight store.")
         return self._plane
+
+    async def _take_share(self, step: int, deadline_s: float) -> tuple[Share, dict[str, Any]]:
+        if self._replay is None:
+            raise LearnerError("The learner is not connected to the replay actor.")
+        return await self._replay.take_share.call_one(step, self._rank.batch_rank, self._rank.batch_ranks, deadline_s)
 
     def _join(self, store_handle: bytes) -> None:
         from forge_async.backends.weight_stores import open_plane, open_writing_plane

@@ -59,7 +59,8 @@ class ReplayActor(ForgeActor):
 
         self._make_state: Callable[[], ReplayState] = make_state
         self._keep_zero_advantage, self._layout = keep_zero_advantage, layout
-        self._shares: tuple[int, list[Share], dict[str, Any]] | None = None
+        self._shares: dict[int, tuple[list[Share], dict[str, Any]]] = {}
+        """Of the step taken last and the one before: a learner rank may ask for one while another asks for the next."""
 
     async def setup(self) -> None:
         self._replay = WaitingReplay(self._make_state())
@@ -112,18 +113,12 @@ class ReplayActor(ForgeActor):
 
         Raises StallError after `deadline_s` seconds, saying which groups are missing.
         """
-        groups = await self._replay.take(step, deadline_s)
-        if self._shares is None or self._shares[0] != step:
-            shares = split_batch(
-                groups,
-                batch_ranks,
-                keep_zero_advantage=self._keep_zero_advantage,
-                layout=self._layout,
-            )
-            computed = sum(share.samples.num_tokens for share in shares if share.samples)
-            record = _describe(groups, self._replay.inner) | {"tokens/computed": computed}
-            self._shares = (step, shares, record)
-        return self._shares[1][batch_rank], self._shares[2]
+        if step not in self._shares:
+            groups = await self._replay.take(step, deadline_s)
+            if step not in self._shares:  # another rank's call may have waited for it too
+                self._keep_shares(step, groups, batch_ranks)
+        shares, record = self._shares[step]
+        return shares[batch_rank], record
 
     @concurrent_endpoint
     async def trained(self, step: int) -> None:
@@ -164,6 +159,13 @@ class ReplayActor(ForgeActor):
     async def close(self, reason: str) -> dict[str, float]:
         """Cancel what has not ended; everybody who waits is let go. Returns the final figures."""
         return await self._replay.close(reason)
+
+    def _keep_shares(self, step: int, groups: Sequence[Group], batch_ranks: int) -> None:
+        shares = split_batch(groups, batch_ranks, keep_zero_advantage=self._keep_zero_advantage, layout=self._layout)
+        computed = sum(share.samples.num_tokens for share in shares if share.samples)
+        record = _describe(groups, self._replay.inner) | {"tokens/computed": computed}
+        before = {key: kept for key, kept in self._shares.items() if key == step - 1}
+        self._shares = before | {step: (shares, record)}
 
 
 def _describe(groups: Sequence[Group], state: ReplayState) -> dict[str, Any]:

@@ -11,6 +11,7 @@ Facts that shape this file, measured on vLLM 0.32:
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -378,11 +379,15 @@ def _logprobs(rows: Sequence[Any], vocab_size: int) -> tuple[np.ndarray, np.ndar
     return logprobs[:, 0].copy(), kept_sets.from_logprobs(ids[:, 1:], logprobs[:, 1:], is_whole=whole)
 
 
+_parsed = functools.lru_cache(maxsize=64)(PolicyVersion.parse)
+"""Most rows of a step name the same versions."""
+
+
 def _runs(row: Any, last: PolicyVersion | None) -> Iterator[tuple[int, int, int]]:
     """(tokens, step, incarnation) of each version; `last`: the newest that served the row, later ones did not."""
     if not row.weight_versions and row.token_ids:
         raise PolicyError("vLLM returned tokens without the version that made them.")
     for span in row.weight_versions:
-        version = PolicyVersion.parse(span.version)
+        version = _parsed(span.version)
         version = version if last is None else min(version, last)
         yield span.end - span.start, version.step, version.incarnation

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from forge_async.core import kept_sets
+from forge_async.core.compact import Compact
 from forge_async.core.errors import ForgeError
 from forge_async.core.versions import VersionRuns
 
@@ -26,7 +27,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class PromptId:
+class PromptId(Compact):
     """Where a prompt came from. No id is trained twice or skipped (Law 7)."""
 
     source: str
@@ -54,7 +55,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completions:
+class Completions(Compact):
     """What an engine answered to one request for n samples, by column."""
 
     lengths: np.ndarray
@@ -86,7 +87,7 @@ class Completions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Samples:
+class Samples(Compact):
     """Trainable token sequences, by column over one flat token axis of T tokens and N samples."""
 
     lengths: np.ndarray
@@ -144,6 +145,8 @@ class Samples:
     def select(self, rows: Sequence[int]) -> Samples:
         """The samples of `rows`, in that order."""
         chosen = np.asarray(rows, dtype=np.int64)
+        if np.array_equal(chosen, np.arange(len(self))):
+            return self
         lengths, starts = self.lengths[chosen].astype(np.int64), self.bounds()[chosen]
         # Token i of the result lies as far behind its sample's start as it does here.
         take = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
@@ -175,7 +178,7 @@ class Samples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class Group(Compact):
     """The G rollouts of one prompt, scored and ready to be trained on."""
 
     index: int

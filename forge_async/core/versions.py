@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from forge_async.core.compact import Compact
 from forge_async.core.errors import ForgeError
 
 NOT_SAMPLED = -1
@@ -14,7 +15,7 @@ NOT_SAMPLED = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class PolicyVersion:
+class PolicyVersion(Compact):
     """Which weights: a policy, the incarnation of its learner, and the learner's step.
 
     A restored learner starts a new incarnation, so that what a dead one published later than the restored step can
@@ -46,7 +47,7 @@ class PolicyVersion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VersionRuns:
+class VersionRuns(Compact):
     """The version of every token of a flat token axis, run-length coded.
 
     The axis may hold one sequence or many laid end to end; a run never needs to respect a sequence boundary.
@@ -124,20 +125,24 @@ class VersionRuns:
             lengths=lengths[keep].astype(np.int32), steps=self.steps[keep], incarnations=self.incarnations[keep]
         )
 
-    def behind_prompts(self, bounds: np.ndarray, num_prompt: int) -> VersionRuns:
+    def behind_prompts(self, rows: np.ndarray, num_prompt: int) -> VersionRuns:
         """Put `num_prompt` tokens that nobody sampled before each row of the axis.
 
         Args:
-            bounds: int64 [N + 1], where each row starts on the axis, and its end.
+            rows: int [N], tokens of each row; all of the axis.
             num_prompt: tokens to insert before each row, 1 or more.
         """
-        run_ends, row_ends = np.cumsum(self.lengths, dtype=np.int64), bounds[1:]
-        ends = np.union1d(run_ends, row_ends)
-        ends = ends[ends > 0]
-        lengths, runs = np.diff(ends, prepend=0), np.searchsorted(run_ends, ends)
-        before = np.searchsorted(ends, bounds[:-1], side="right")  # an empty row has its prompt and nothing after it
-        sampled = np.ones(len(ends) + len(before), dtype=bool)
-        sampled[before + np.arange(len(before))] = False
+        if len(self.lengths) == 1:  # what one version made, as most groups are: the rows are its pieces
+            lengths, runs = rows[rows > 0], np.zeros(np.count_nonzero(rows), dtype=np.int64)
+            before = np.cumsum(rows > 0) - (rows > 0)
+        else:
+            run_ends, row_ends = np.cumsum(self.lengths, dtype=np.int64), np.cumsum(rows, dtype=np.int64)
+            ends = np.union1d(run_ends, row_ends)
+            ends = ends[ends > 0]
+            lengths, runs = np.diff(ends, prepend=0), np.searchsorted(run_ends, ends)
+            before = np.searchsorted(ends, row_ends - rows, side="right")
+        sampled = np.ones(len(lengths) + len(rows), dtype=bool)
+        sampled[before + np.arange(len(rows))] = False  # an empty row has its prompt and nothing after it
 
         def spread(values: np.ndarray, at_prompts: int) -> np.ndarray:
             column = np.full(len(sampled), at_prompts, dtype=np.int32)

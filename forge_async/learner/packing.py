@@ -28,14 +28,18 @@ def pack_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
     """
     rows: list[list[int]] = []
     free: list[int] = []
+    place, before = 0, -1
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        place = next((row for row, room in enumerate(free) if lengths[index] <= room), None)
-        if place is None:
-            rows.append([index])
-            free.append(row_tokens - lengths[index])
-        else:
-            rows[place].append(index)
-            free[place] -= lengths[index]
+        length = lengths[index]
+        if length != before:  # where one did not fit, others of its length do not either
+            place, before = 0, length
+        while place < len(rows) and length > free[place]:
+            place += 1
+        if place == len(rows):
+            rows.append([])
+            free.append(row_tokens)
+        rows[place].append(index)
+        free[place] -= length
     return sorted(sorted(row) for row in rows)
 
 
@@ -98,6 +102,8 @@ def partition(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
 
     Each rank's samples are in ascending order. Returns indices of the samples of each rank; some may be empty.
     """
+    if num_ranks == 1:
+        return [list(range(len(costs)))]
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     load = [0.0] * num_ranks
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):

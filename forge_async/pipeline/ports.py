@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from forge_async.core.compact import Compact
 from forge_async.core.records import PromptId
 from forge_async.core.versions import PolicyVersion
 from forge_async.learner.ports import StepResult
@@ -36,7 +37,7 @@ class Admission(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRecord:
+class GroupRecord(Compact):
     """What the controller learns of a group that was made: numbers and one text, never the tokens."""
 
     index: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from forge_async.core.errors import DeltaError, one_sentence
@@ -40,13 +40,18 @@ class Publisher:
         self._committing = asyncio.Lock()
         """Held while a version is staged and committed."""
 
-    async def publish(self, version: PolicyVersion) -> Publication:
-        """Make a snapshotted version readable, then delete what nobody needs any more."""
+    async def publish(self, version: PolicyVersion, trained: Awaitable[None] | None = None) -> Publication:
+        """Make a snapshotted version readable, then delete what nobody needs any more.
+
+        `trained` ends when the replay actor knows of the step that made it; None: it does, or there was none.
+        """
         started_s = self._now_s()
         async with self._committing:
             await self._learner.stage(version)
             committed = await self._learner.commit(version)
         duration_s = self._now_s() - started_s
+        if trained is not None:
+            await trained
         await self._replay.published(version.step)
         async with self._changed:
             self._retention.published(version, committed.needs)

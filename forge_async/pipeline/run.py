@@ -172,6 +172,7 @@ class Run:
     async def _save(self, done: int) -> None:
         """Write a checkpoint, after the records of all steps before: a resumed run goes on with both."""
         await self._recorder.settled()
+        await self._ring.noted()
         best_step, best_score = self._checkpoints.best_known
         state = RunState(
             step=done,

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from forge_async.core.compact import Compact
 from forge_async.core.errors import PolicyError
 from forge_async.core.records import Completions
 from forge_async.core.versions import PolicyVersion
@@ -52,7 +53,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRequest:
+class GenerationRequest(Compact):
     """One prompt to be completed n times: the requests of a group enter the engine together."""
 
     id: str
@@ -75,7 +76,7 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationResult:
+class GenerationResult(Compact):
     """The n completions of a request."""
 
     id: str

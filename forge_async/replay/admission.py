@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from forge_async.core.compact import Compact
 from forge_async.core.records import PromptId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
+class Admission(Compact):
     """A group that a replica is to make now."""
 
     index: int

@@ -79,3 +79,11 @@ class AsyncSettings:
             return None
         given = self.max_staleness_cap if isinstance(self.max_staleness, str) else self.max_staleness
         return PRESET_AGES.get(self.buffer, given)
+
+    @property
+    def takes_ahead(self) -> bool:
+        """Whether the batch of a step is taken while the step before it trains.
+
+        Not where the freshest groups come first: an early choice would be one among older groups.
+        """
+        return self.order != "fresh"

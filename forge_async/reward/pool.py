@@ -129,9 +129,9 @@ class _Job:
             self._suspects.extend(numbers)
 
     def _take(self) -> list[int]:
-        """The next batch: a lone suspect, or a share of the rest that shrinks, so that workers end together."""
+        """The next batch: a lone suspect, all for a lone worker, or a share that shrinks, so that all end together."""
         if not self._waiting:
             return [self._suspects.popleft()] if self._suspects else []
         share = -(-len(self._waiting) // self._num_workers)
-        size = min(MAX_BATCH, max(min(MIN_BATCH, share), share // 2))
+        size = min(MAX_BATCH, share if self._num_workers == 1 else max(min(MIN_BATCH, share), share // 2))
         return [self._waiting.popleft() for _ in range(size)]

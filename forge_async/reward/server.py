@@ -101,6 +101,10 @@ class Answers:
         self._ready: list[Any] = []
         self._sent_s = 0.0
 
+    def rest(self) -> None:
+        """Begin to wait for answers, so that the first of a batch waits for others too."""
+        self._sent_s = time.perf_counter()
+
     def begin(self, number: int) -> float:
         """Note that call `number` of the batch runs now; return the time, in seconds."""
         PROGRESS.pack_into(self._progress, 0, number)
@@ -125,6 +129,7 @@ def serve(function: RewardFunction, timeout_s: float, requests: BinaryIO, answer
     """Score batch after batch until the input ends."""
     with asyncio.Runner() as runner:
         while (batch := read_frame(requests)) is not None:
+            answers.rest()
             if function.is_async:
                 runner.run(serve_concurrently(function, batch, timeout_s, answers))
             else:

@@ -40,6 +40,18 @@ def test_every_sample_lies_in_exactly_one_row(lengths, row_tokens):
 
 
 @given(lengths, st.integers(1, 50))
+def test_each_sample_goes_to_the_first_row_that_has_room_the_longest_first(lengths, row_tokens):
+    rows: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+        fitting = (row for row in rows if sum(lengths[other] for other in row) + lengths[index] <= row_tokens)
+        row = next(fitting, None)
+        if row is None:
+            rows.append(row := [])
+        row.append(index)
+    assert pack_rows(lengths, row_tokens) == sorted(sorted(row) for row in rows)
+
+
+@given(lengths, st.integers(1, 50))
 def test_only_a_single_oversize_sample_makes_a_row_too_wide(lengths, row_tokens):
     for row in pack_rows(lengths, row_tokens):
         assert sum(lengths[index] for index in row) <= row_tokens or len(row) == 1

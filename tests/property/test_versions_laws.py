@@ -4,7 +4,6 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge_async.core.records import bounds
 from forge_async.core.versions import NOT_SAMPLED, PolicyVersion, VersionRuns
 
 tokens = st.lists(st.tuples(st.integers(NOT_SAMPLED, 3), st.integers(0, 2)), max_size=30)
@@ -69,9 +68,8 @@ def test_the_oldest_step_is_the_smallest_that_was_sampled(each):
 @given(st.lists(tokens, max_size=6), st.integers(1, 4))
 def test_prompts_are_put_before_each_row(rows, num_prompt):
     axis = coded([token for row in rows for token in row])
-    edges = bounds(np.array([len(row) for row in rows], dtype=np.int32))
     prompt = [(NOT_SAMPLED, 0)] * num_prompt
-    spread = axis.behind_prompts(edges, num_prompt)
+    spread = axis.behind_prompts(np.array([len(row) for row in rows], dtype=np.int32), num_prompt)
     assert expanded(spread) == [token for row in rows for token in (*prompt, *row)]
     assert (spread.lengths > 0).all()
     assert spread.lengths.dtype == spread.steps.dtype == spread.incarnations.dtype == "int32"

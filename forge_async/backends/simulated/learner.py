@@ -12,9 +12,10 @@ from forge_async.core.errors import LearnerError
 from forge_async.core.records import Group, PromptId
 from forge_async.core.versions import PolicyVersion
 from forge_async.learner.ports import StepResult
+from forge_async.pipeline.batch_ahead import BatchAhead
 from forge_async.pipeline.ports import LearnerStep
 from forge_async.replay.ages import check_age
-from forge_async.replay.waiting import WaitingReplay
+from forge_async.replay.waiting import PATIENCE_S, WaitingReplay
 from forge_async.weights.retention import Committed
 
 NUM_BYTES = 4
@@ -24,7 +25,8 @@ NUM_BYTES = 4
 class SimulatedLearner:
     """Implements the pipeline's `Learner` as one rank, which takes its batches from a replay in the same process."""
 
-    def __init__(self, replay: WaitingReplay, times: LearnerTimes, clock: Clock) -> None:
+    def __init__(self, replay: WaitingReplay, times: LearnerTimes, clock: Clock, num_steps: int = 0) -> None:
+        """`num_steps`: of the run, to take each batch while the step before is at work; 0: when its step begins."""
         self.version = PolicyVersion()
         self.trained: list[list[tuple[int, PromptId, int]]] = []
         """Admission index, prompt, and step of the oldest token, of each group of each step, as consumed."""
@@ -33,6 +35,7 @@ class SimulatedLearner:
         self._copied_at_s = 0.0
         """When the copy of the parameters is done that the next change of them waits for."""
         self._replay, self._times, self._clock = replay, times, clock
+        self._batches = BatchAhead(replay.take, end=num_steps, clock=clock)
         self._snapshots: set[PolicyVersion] = set()
         self._readable: set[PolicyVersion] = set()
 
@@ -41,7 +44,7 @@ class SimulatedLearner:
         if step != self.version.step:
             raise LearnerError(f"Step {step} was asked of a learner at version {self.version.step}.")
         begun_s = self._clock.now_s()
-        groups = await self._replay.take(step)
+        groups = await self._batches.take(step, PATIENCE_S)
         taken_s = self._clock.now_s()
         self._check_ages(groups, step)
         num_tokens = sum(group.samples.num_tokens for group in groups)
@@ -72,6 +75,10 @@ class SimulatedLearner:
         if highest is not None:
             for group in groups:
                 check_age(group, step, highest)
+
+    def close(self) -> None:
+        """Ask for no more batches."""
+        self._batches.close()
 
     async def snapshot(self) -> PolicyVersion:
         self._begin_copy()

@@ -161,7 +161,8 @@ class SimulatedWorld:
             groups_at_once=at_once,
         )
         self.replay = WaitingReplay(state, clock, plan.patience_s)
-        self.learner = SimulatedLearner(self.replay, plan.learner, clock)
+        ends = plan.num_steps if plan.dials.takes_ahead else 0
+        self.learner = SimulatedLearner(self.replay, plan.learner, clock, ends)
         self.rewards = SimulatedRewards(plan.rewards, clock, plan.seed)
         self.replicas = [self.make_replica(f"policy_{number}", times) for number, times in enumerate(plan.engines)]
         self.policies: dict[str, PolicyClient] = {replica.name: replica for replica in self.replicas}
@@ -209,6 +210,7 @@ class SimulatedWorld:
         try:
             return await self.ring.run(await self.prepare())
         finally:
+            self.learner.close()
             await asyncio.gather(*(replica.close() for replica in self.replicas))
 
 

@@ -197,3 +197,51 @@ async def test_a_ring_that_is_cancelled_leaves_nothing_running():
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
+
+
+async def test_the_next_step_does_not_wait_for_the_last_one_to_be_noted_but_its_publication_does():
+    world, order = World(num_steps=3, max_staleness=2), []
+    trained, published, step = world.replay.trained, world.replay.published, world.learner.step
+    second_begun = asyncio.Event()
+
+    async def slowly(number):
+        if number == 0:
+            await second_begun.wait()
+        await trained(number)
+        order.append(("trained", number))
+
+    async def note_published(number):
+        order.append(("published", number))
+        await published(number)
+
+    async def note_step(number, snapshot):
+        if number == 1:
+            second_begun.set()
+        return await step(number, snapshot)
+
+    world.replay.trained, world.replay.published, world.learner.step = slowly, note_published, note_step
+    await world.run()
+    assert order[0] == ("published", 0)
+    for number in range(3):
+        assert order.index(("trained", number)) < order.index(("published", number + 1))
+    assert world.replay.trained_steps == [0, 1, 2]
+
+
+async def test_whoever_asks_hears_when_a_step_is_noted():
+    told = []
+
+    async def after(done):
+        await world.ring.noted()
+        told.append((done, list(world.replay.trained_steps)))
+
+    world = World(num_steps=2, max_staleness=1, after_step=after)
+    trained = world.replay.trained
+
+    async def slowly(step):
+        for _ in range(20):
+            await asyncio.sleep(0)
+        await trained(step)
+
+    world.replay.trained = slowly
+    await world.run()
+    assert told == [(1, [0]), (2, [0, 1])]

@@ -14,6 +14,7 @@ import pytest
 from forge_async.core.errors import ConfigError, RewardError, StallError
 from forge_async.reward.pool import ProcessRewardPool
 from forge_async.reward.ports import RewardCall
+from forge_async.reward.worker import RewardWorker
 
 USER = Path(__file__).with_name("user_rewards.py")
 
@@ -63,6 +64,21 @@ async def test_outcomes_come_in_the_order_of_the_calls():
         completions = [str(number % 3) for number in range(300)]
         assert values(await pool.score(calls(*completions, answer="2"))) == [float(c == "2") for c in completions]
         assert await pool.score([]) == []
+
+
+@pytest.mark.parametrize(("num_workers", "begins"), [(1, [128, 22]), (2, [37, 28, 21, 16])])
+async def test_a_lone_worker_is_given_all_and_several_less_and_less(num_workers, begins, monkeypatch):
+    seen, score = [], RewardWorker.score
+
+    async def noting(self, calls, answer):
+        seen.append(len(calls))
+        return await score(self, calls, answer)
+
+    monkeypatch.setattr(RewardWorker, "score", noting)
+    async with pool_of("exact", num_workers=num_workers) as pool:
+        outcomes = await pool.score(calls(*map(str, range(150)), answer="2"))
+    assert values(outcomes) == [float(number == 2) for number in range(150)]
+    assert seen[: len(begins)] == begins and sum(seen) == 150
 
 
 async def test_many_cheap_calls_cost_little():
