@@ -86,4 +86,4 @@ class AsyncSettings:
 
         Not where the freshest groups come first: an early choice would be one among older groups.
         """
-        return self.order != "fresh"
+        return self.order != "freshest"

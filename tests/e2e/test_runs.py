@@ -14,6 +14,9 @@ from e2e.runs import TINY, finish, processes_of, run, start, wait_for_steps
 
 from forge_async.observe.names import check_row
 from forge_async.observe.rollout_log import read_rollouts
+from forge_async.replay.events import Taken, Trained
+from forge_async.replay.journal import Journal
+from forge_async.runtime.resume import JOURNAL
 from tests.models import make_model
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
@@ -40,6 +43,12 @@ def test_an_asynchronous_run_tells_its_story(tmp_path: Path, tiny_model: Path) -
     trained = [event for event in ours.events if event["outcome"] == "trained"]
     assert [event["index"] for event in trained] == list(range(128)), "strict order at W = 1"
     assert all(e["admitted_s"] <= e["generated_s"] <= e["scored_s"] <= e["ended_s"] for e in trained)
+    events = Journal.read(ours.folder / "journal" / JOURNAL)
+    places = {
+        (type(event), event.step): place for place, event in enumerate(events) if isinstance(event, Taken | Trained)
+    }
+    ahead = [places[Taken, step + 1] < places[Trained, step] for step in range(7)]
+    assert sum(ahead) >= 4, "most batches are taken while the step before trains"
     trace = json.loads((ours.folder / "trace.json").read_text())["traceEvents"]
     names = {"generate", "train", "publish", "fetch", "swap", "score", "wait for batch"}
     assert {span["name"] for span in trace if span["ph"] == "X"} >= names

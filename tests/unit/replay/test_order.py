@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from forge_async.core.errors import ConfigError
 from forge_async.replay.order import ORDERS, select
+from forge_async.replay.settings import AsyncSettings
 
 
 def test_strict_order_waits_for_the_oldest() -> None:
@@ -75,3 +76,8 @@ def test_selecting_equals_the_rule_as_it_is_written(untaken, steps, missing) -> 
     for window, num, order in product((1, 2, 4, 30), (1, 2, 3), ORDERS):
         got = select(untaken, ready, window=window, groups_per_step=num, order=order)
         assert got == by_the_definition(untaken, ready, window, num, order)
+
+
+def test_only_the_freshest_groups_are_not_chosen_ahead_of_their_step() -> None:
+    ahead = {order: AsyncSettings(order=order, window=4).takes_ahead for order in ORDERS}
+    assert ahead == {order: order != "freshest" for order in ORDERS} and not all(ahead.values())
