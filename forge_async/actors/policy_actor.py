@@ -18,7 +18,7 @@ import numpy as np
 from forge_async.actors.engine_ranks import OwnRanks
 from forge_async.actors.forge_actor import ActorHandle, ForgeActor, Hosts, concurrent_endpoint
 from forge_async.core.clock import within
-from forge_async.core.errors import PolicyError
+from forge_async.core.errors import ForgeError, PolicyError
 from forge_async.core.versions import PolicyVersion
 from forge_async.learner.settings import LoraSettings
 from forge_async.observe.process_stats import own_stats
@@ -150,7 +150,7 @@ class PolicyActor(ForgeActor):
             raise PolicyError(f"{self._name} knows no ticket {ticket}: it was collected to its end, or never given.")
         try:
             results, done = await self._service.collect(self._tickets[ticket], linger_s)
-        except PolicyError:
+        except ForgeError:
             self._tickets.pop(ticket, None)
             raise
         if done:
@@ -177,7 +177,7 @@ class PolicyActor(ForgeActor):
         """Fetch a version and swap it in between two engine steps, requests in flight or not.
 
         Raises WeightsError when it cannot be read whole (the replica goes on with what it has), FingerprintError when
-        what it would serve is not what was published.
+        what it would serve is not what was published: that replica serves nothing any more.
         """
         return await self._pull(version)
 
