@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from forge_async.core.errors import PolicyError
+from forge_async.core.errors import PolicyError, WeightsError
 from forge_async.core.records import Completions
 from forge_async.core.versions import PolicyVersion
 from forge_async.policy.concurrency import UNLIMITED, ConcurrencyLimit
@@ -162,8 +162,14 @@ class Driver:
         """Load a version, then deal with the requests in flight as the mode says.
 
         `check` looks at the engine after the load and may raise; then no turn is taken any more, whoever catches it. A
-        load that raises leaves requests as they are.
+        load that raises leaves requests as they are. Raises WeightsError, before anything is done, for a version older
+        than the one that is served (Law 4).
         """
+        if version.precedes(self.engine.version):
+            raise WeightsError(
+                f"{version} is older than {self.engine.version}, which is served, and weights never go back; publish "
+                "them under a new incarnation."
+            )
         begun = time.perf_counter() if self._stopped_at is None else self._stopped_at
         occupancy, mode = self.engine.occupancy(), self._mode
         recomputed = 0

@@ -230,6 +230,26 @@ async def test_weights_that_do_not_stand_the_check_make_no_token(mode, gives_up)
         assert not service.take_stats().swaps
 
 
+@pytest.mark.parametrize("mode", MODES)
+async def test_weights_never_go_back(mode):
+    """Not to an older step, and not to a dead incarnation; a new one may begin with an older step."""
+    engine, restored = FakeEngine(), PolicyVersion(incarnation=1, step=4)
+    async with serving(engine, swap=mode) as service:
+        for version in (PolicyVersion(step=7), NEW, NEW, PolicyVersion(step=8), restored, PolicyVersion(step=99)):
+            if version.precedes(engine.version):
+                with pytest.raises(WeightsError, match=f"{version} is older than {engine.version}, which is served"):
+                    await pull(service, version=version)
+            else:
+                await pull(service, version=version)
+            (result,) = await service.generate([request("a", max_new_tokens=1, num_samples=1)])
+            made = result.completions.versions
+            assert (made.incarnations.tolist(), made.steps.tolist()) == (
+                [engine.version.incarnation],
+                [engine.version.step],
+            )
+        assert calls(engine, "load") == [7, 9, 9, 4]
+
+
 async def test_a_drain_that_is_called_off_while_it_waits_does_not_swap_later():
     engine = GatedEngine()
     async with serving(engine, swap="drain") as service:
