@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from forge_async.core.errors import ForgeError
 from forge_async.replay import events as ev
 from forge_async.replay.events import Event
+
+ENDINGS = (ev.Ended, ev.Taken, ev.Trained, ev.Restored)
+"""What `ended_groups` looks at; the other events may be left out."""
 
 
 def surviving(events: Iterable[Event]) -> Sequence[Event]:
@@ -39,7 +43,7 @@ def ended_groups(events: Iterable[Event], step: int) -> set[int]:
     beginning = ev.Restored(step=step, incarnation=0, num_attempts=0)
     ended: set[int] = set()
     taken: dict[int, tuple[int, ...]] = {}
-    for event in surviving([*events, beginning]):
+    for event in surviving(itertools.chain(events, [beginning])):
         if isinstance(event, ev.Ended):
             ended.add(event.index)
         elif isinstance(event, ev.Taken):

@@ -281,7 +281,7 @@ class ReplayMachine(RuleBasedStateMachine):
             self.fresh = dict.fromkeys(self.fresh, False)
         self.journal = Journal.open(self.path, fsync="never")
         self.state = ReplayState.resume(
-            Journal.read(self.path), step=step, incarnation=self.incarnation, **self.common, journal=self.journal
+            list(Journal.read(self.path)), step=step, incarnation=self.incarnation, **self.common, journal=self.journal
         )
         del self.taken[step:]
         self.num_trained = self.published = step
