@@ -26,7 +26,7 @@ ALL_KINDS = [
     ev.Trained(step=0),
     ev.Published(step=1),
     ev.ReplicaJoined(replica="r", step=0),
-    ev.ReplicaLeft(replica="r"),
+    ev.ReplicaLeft(replica="r", made=(0, 2)),
     ev.Pulled(replica="r", step=1),
     ev.Restored(step=1, incarnation=1, num_attempts=3, failed_tries=((4, 1), (6, 2))),
     ev.Closed(reason="done"),
@@ -71,6 +71,12 @@ def test_a_torn_last_line_is_cut_off(tmp_path, torn: bytes) -> None:
     journal.append([ev.Trained(step=1)])
     journal.close()
     assert list(Journal.read(path)) == [*ALL_KINDS, ev.Trained(step=1)]
+
+
+def test_a_replica_that_left_before_made_groups_were_told_apart_had_none(tmp_path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"schema":1,"event":"replica_left","replica":"r"}\n')
+    assert list(Journal.read(path)) == [ev.ReplicaLeft(replica="r")]
 
 
 def test_events_are_read_one_by_one(tmp_path) -> None:
