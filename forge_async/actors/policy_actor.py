@@ -18,7 +18,7 @@ import numpy as np
 from forge_async.actors.engine_ranks import OwnRanks
 from forge_async.actors.forge_actor import ActorHandle, ForgeActor, Hosts, concurrent_endpoint
 from forge_async.core.clock import within
-from forge_async.core.errors import PolicyError
+from forge_async.core.errors import ForgeError, PolicyError
 from forge_async.core.versions import PolicyVersion
 from forge_async.learner.settings import LoraSettings
 from forge_async.observe.process_stats import own_stats
@@ -73,8 +73,8 @@ class PolicyActor(ForgeActor):
         self._store, self._lora, self._adapters_held = store, lora, adapters_held
         self._base = ""
         """The version whose parameters lie below the adapters that are served; "" while there is none."""
-        self._served: PolicyVersion | None = None
-        """What was pulled last; None while the engine's weights mean nothing."""
+        self._pulled: Pull | None = None
+        """How the version that is served arrived; None while the engine's weights mean nothing."""
         self._catching_up = asyncio.Lock()
         limit = concurrency_limit(self._policy.concurrency, self._policy.max_sequences)
         self._service = RequestService(self._build_engine, swap=swap, limit=limit)
@@ -150,7 +150,7 @@ class PolicyActor(ForgeActor):
             raise PolicyError(f"{self._name} knows no ticket {ticket}: it was collected to its end, or never given.")
         try:
             results, done = await self._service.collect(self._tickets[ticket], linger_s)
-        except PolicyError:
+        except ForgeError:
             self._tickets.pop(ticket, None)
             raise
         if done:
@@ -176,8 +176,11 @@ class PolicyActor(ForgeActor):
     async def pull(self, version: PolicyVersion) -> Pull:
         """Fetch a version and swap it in between two engine steps, requests in flight or not.
 
+        A version older than the one that is served is superseded: nothing is done, and what is returned names the
+        version that is served.
+
         Raises WeightsError when it cannot be read whole (the replica goes on with what it has), FingerprintError when
-        what it would serve is not what was published.
+        what it would serve is not what was published: that replica serves nothing any more.
         """
         return await self._pull(version)
 
@@ -212,6 +215,10 @@ class PolicyActor(ForgeActor):
         self._plane = open_plane(store_handle)
         self._unpacker = Unpacker(shared=self._plane.store.transport.is_shared)
 
+    @property
+    def _served(self) -> PolicyVersion | None:
+        return None if self._pulled is None else self._pulled.version
+
     def _is_behind(self, min_step: int) -> bool:
         return self._served is None or self._served.step < min_step
 
@@ -238,21 +245,26 @@ class PolicyActor(ForgeActor):
     async def _pull_now(self, version: PolicyVersion) -> Pull:
         started_s, begun = time.time(), time.perf_counter()
         # One pull at a time, which the service sees to: they unpack into the same memory.
-        async with self._service.pulling(), self._fetched(version) as (weights, manifests, read):
-            fetch_s = time.perf_counter() - begun
-            swap = await self._service.swap(weights, version, self._fingerprint_check(manifests))
-        self._served, self._base = version, manifests[0].base or str(version)
-        return Pull(
-            version=version,
-            fetch_s=fetch_s,
-            pause_s=swap.pause_s,
-            num_bytes=read.num_bytes,
-            held_bytes=read.own_bytes,
-            started_s=started_s,
-            swap=swap,
-            transport=read.transport,
-            damage=read.damage,
-        )
+        async with self._service.pulling():
+            if self._pulled is not None and version.precedes(self._pulled.version):
+                log.warning("%s goes on with %s: %s is older.", self._name, self._pulled.version, version)
+                return self._pulled.without_cost(started_s)
+            async with self._fetched(version) as (weights, manifests, read):
+                fetch_s = time.perf_counter() - begun
+                swap = await self._service.swap(weights, version, self._fingerprint_check(manifests))
+            self._base = manifests[0].base or str(version)
+            self._pulled = Pull(
+                version=version,
+                fetch_s=fetch_s,
+                pause_s=swap.pause_s,
+                num_bytes=read.num_bytes,
+                held_bytes=read.own_bytes,
+                started_s=started_s,
+                swap=swap,
+                transport=read.transport,
+                damage=read.damage,
+            )
+            return self._pulled
 
     @asynccontextmanager
     async def _fetched(

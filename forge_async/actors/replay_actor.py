@@ -55,7 +55,8 @@ class ReplayActor(ForgeActor):
             if resume_from is None:
                 return ReplayState(**common)
             step, incarnation = resume_from.step, resume_from.incarnation
-            return ReplayState.resume(Journal.read(journal_path), step=step, incarnation=incarnation, **common)
+            events = list(Journal.read(journal_path))  # all: a later restoring says which of them count
+            return ReplayState.resume(events, step=step, incarnation=incarnation, **common)
 
         self._make_state: Callable[[], ReplayState] = make_state
         self._keep_zero_advantage, self._layout = keep_zero_advantage, layout

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from forge_async.apps.arguments import Parser
 from forge_async.apps.exit import DONE, FAILED, guarded_main
+from forge_async.apps.one_process import ENGINE, LEARNER, say_one_process
 from forge_async.backends.sampled_parity import Difference, ParityPlan, compare
 from forge_async.backends.tasks import check_prompts_fit, open_task
 from forge_async.config.checks import check
@@ -44,6 +45,7 @@ def _main(options: argparse.Namespace) -> int:
     check(config)
     folder = resolve_model(config)
     check_before_start(config, folder)
+    say_one_process(config, ENGINE, LEARNER)
     tolerance = options.tolerance or default_tolerance(config, read_shape(folder).num_parameters)
     print(f"comparing policy, learner and transformers on {folder} ...", flush=True)
     found, num_tokens = compare(plan_of(config, folder))
@@ -87,8 +89,8 @@ def plan_of(config: Config, folder: Path) -> ParityPlan:
         folder=folder,
         prompts=[prompt.token_ids for prompt in prompts],
         sampling=dataclasses.replace(sampling, max_new_tokens=min(MAX_NEW_TOKENS, sampling.max_new_tokens)),
-        policy=config.policy,
-        learner=config.learner,
+        policy=dataclasses.replace(config.policy, tensor_parallel=1),
+        learner=dataclasses.replace(config.learner, ranks=1, tensor_parallel=1, expert_parallel=1),
         seed=config.root.seed,
         timeout_s=config.run.start_timeout_s,
     )

@@ -19,6 +19,7 @@ from typing import Any
 from forge_async.apps.arguments import Parser, path
 from forge_async.apps.exit import DONE, guarded_main
 from forge_async.apps.generate import Model, find_model
+from forge_async.apps.one_process import ENGINE, say_one_process
 from forge_async.backends import folder_engine
 from forge_async.backends.tasks import OpenTask, check_prompts_fit, open_task
 from forge_async.config.checks import check
@@ -89,7 +90,7 @@ def run_of(folder: Path) -> Path | None:
 async def evaluate(model: Model, config: Config) -> EvalScores:
     """Start the engine and the rewards, have the held-out prompts answered and scored, and end both."""
     longest = min(read_shape(model.folder).max_positions, config.policy.max_model_tokens)
-    settings = dataclasses.replace(config.policy, max_model_tokens=longest)
+    settings = dataclasses.replace(config.policy, max_model_tokens=longest, tensor_parallel=1)
     task = open_task(
         str(model.folder), config.task, prompts=config.root.prompts, reward=config.root.reward, seed=config.root.seed
     )
@@ -97,6 +98,7 @@ async def evaluate(model: Model, config: Config) -> EvalScores:
     prompts = task.source.held_out(config.eval.num_prompts)
     if not prompts:
         raise ConfigError(f"{task.source.name} has no held-out prompts; raise task.held_out_fraction.")
+    say_one_process(config, ENGINE)
     print(f"loading {model.folder} ...", file=sys.stderr, flush=True)
     scorer = ProcessRewardPool(task.exact or task.reward, timeout_s=config.root.reward_timeout_s)
     service = RequestService(lambda: _build_engine(model, settings))

@@ -15,6 +15,7 @@ import numpy as np
 
 from forge_async.apps.arguments import Parser
 from forge_async.apps.exit import guarded_main
+from forge_async.apps.one_process import ENGINE, say_one_process
 from forge_async.backends import folder_engine
 from forge_async.config import Config, from_file
 from forge_async.core.errors import ConfigError, one_sentence
@@ -105,6 +106,7 @@ async def talk(model: Model, options: argparse.Namespace) -> None:
     if new_tokens >= settings.max_model_tokens:
         raise ConfigError(f"--max-new-tokens={new_tokens} leaves no room in {settings.max_model_tokens} tokens.")
     renderer = _renderer(model)
+    say_one_process(model.config, ENGINE)
     print(f"loading {model.folder} ...", file=sys.stderr, flush=True)
     service = RequestService(lambda: _build_engine(model, settings))
     await service.start()

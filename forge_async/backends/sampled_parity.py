@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class ParityPlan:
     sampling: Sampling
     policy: PolicySettings
     learner: LearnerSettings
+    """Of an engine and of a learner in one process."""
     seed: int
     timeout_s: float
     """Longest time of one subject's process, in seconds."""
@@ -170,7 +171,7 @@ def _learner_logprobs(plan: ParityPlan, sampled: Sampled | None) -> np.ndarray:
     learner = TitanLearner(
         plan.folder,
         loss=supervised_loss(),
-        learner=replace(plan.learner, ranks=1, tensor_parallel=1, expert_parallel=1),
+        learner=plan.learner,
         optimizer=OptimizerSettings(warmup_steps=0),
         total_steps=1,
         seed=0,

@@ -118,8 +118,7 @@ class VllmEngine:
         return refused
 
     def step(self) -> list[GenerationResult]:
-        if self._torn:
-            raise PolicyError(f"The engine holds parts of two versions, since {self._torn}; start the replica anew.")
+        self._refuse_torn()
         finished, self._finished = self._finished, []
         if self._engine.has_unfinished_requests():
             finished += [
@@ -203,6 +202,7 @@ class VllmEngine:
                 yield name, tensor if rows is None else tensor.narrow(0, start, rows)
 
     def score(self, token_ids: np.ndarray) -> np.ndarray:
+        self._refuse_torn()
         ids = token_ids.tolist()
         params = self._params_class(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)
         # A salt of its own: log-probabilities of a prompt are only given for what is computed, not for cached blocks.
@@ -234,6 +234,11 @@ class VllmEngine:
     def _left(self, id: str) -> PolicyVersion | None:
         """Forget a request that has ended; the last version that served it, None where that is the engine's own."""
         return self._slots.leave(id) if self._slots else None
+
+    def _refuse_torn(self) -> None:
+        """Raise PolicyError while the weights are those of no version."""
+        if self._torn:
+            raise PolicyError(f"The engine holds parts of two versions, since {self._torn}; start the replica anew.")
 
     def _refuse_misfits(self, weights: Mapping[str, Any], version: PolicyVersion) -> None:
         """Raise WeightsError for the first tensor that is not as the engine holds it."""

@@ -14,6 +14,23 @@ def hosts_exist(config: Config) -> str | None:
     for key, count in (("learner_hosts", job.learner_hosts), ("policy_hosts", job.policy_hosts)):
         if count > 1 and job.kind in ("local", "process"):
             return f"job.{key}={count} needs job.kind=slurm or kubernetes, but job.kind={job.kind}; use job.{key}=1."
+    most = {"local": 0, "process": 1}.get(job.kind, job.reference_hosts)
+    if job.reference_hosts > most:
+        return (
+            f"job.reference_hosts={job.reference_hosts} needs job.kind=slurm or kubernetes, but job.kind={job.kind}; "
+            f"use job.reference_hosts={most}."
+        )
+    return None
+
+
+def reference_hosts_are_used(config: Config) -> str | None:
+    """Hosts are asked for only when something runs on them."""
+    hosts = config.job.reference_hosts
+    if hosts and not config.reference.is_service:
+        return (
+            f"job.reference_hosts={hosts} would have nothing to run, since reference.placement="
+            f"{config.reference.placement}; use reference.placement=service, or job.reference_hosts=0."
+        )
     return None
 
 
@@ -22,6 +39,7 @@ def hosts_share_equally(config: Config) -> str | None:
     for key, count, hosts_key, hosts in (
         ("learner.ranks", config.learner.ranks, "job.learner_hosts", config.job.learner_hosts),
         ("policy.replicas", config.policy.replicas, "job.policy_hosts", config.job.policy_hosts),
+        ("reference.ranks", config.reference.ranks, "job.reference_hosts", config.job.reference_hosts or 1),
     ):
         if count % hosts:
             fitting = -(-count // hosts) * hosts
@@ -43,15 +61,16 @@ def gpus_suffice(config: Config) -> str | None:
             f"learner.ranks={learner}{beside} and {policy} engine ranks need {need} GPUs on this machine, but "
             f"job.gpus_per_host={job.gpus_per_host}; use fewer learner.ranks or policy.replicas, or more GPUs."
         )
-    if reference and -(-learner // job.learner_hosts) + reference > job.gpus_per_host:
+    if reference and not job.reference_hosts and -(-learner // job.learner_hosts) + reference > job.gpus_per_host:
         return (
             f"reference.ranks={reference} need GPUs beside those of learner.ranks={learner} on the first of "
-            f"job.learner_hosts={job.learner_hosts} with job.gpus_per_host={job.gpus_per_host}; use more "
-            "job.learner_hosts, or reference.placement=learner."
+            f"job.learner_hosts={job.learner_hosts} with job.gpus_per_host={job.gpus_per_host}; use "
+            "job.reference_hosts=1 or more, or reference.placement=learner."
         )
     for key, need, hosts_key, hosts in (
         ("learner.ranks", learner, "job.learner_hosts", job.learner_hosts),
         ("policy.replicas * policy.tensor_parallel", policy, "job.policy_hosts", job.policy_hosts),
+        ("reference.ranks", reference, "job.reference_hosts", job.reference_hosts or 1),
     ):
         if need > hosts * job.gpus_per_host:
             return (
@@ -89,6 +108,7 @@ def time_limit_reads(config: Config) -> str | None:
 
 JOB_CHECKS: tuple[Callable[[Config], str | None], ...] = (
     hosts_exist,
+    reference_hosts_are_used,
     hosts_share_equally,
     gpus_suffice,
     nccl_has_gpus,

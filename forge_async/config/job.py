@@ -13,12 +13,17 @@ class JobSettings:
 
     kind: str = setting(
         "local",
-        "local: this machine as one Monarch host; process: this machine as two; slurm, kubernetes: a cluster",
+        "local: this machine as one Monarch host; process: as one for each mesh; slurm, kubernetes: a cluster",
         choices=("local", "process", "slurm", "kubernetes"),
     )
     name: str = setting("forge-async", "name of the job on the cluster")
     learner_hosts: int = setting(1, "hosts of the learner mesh", low=1)
     policy_hosts: int = setting(1, "hosts of the policy mesh", low=1)
+    reference_hosts: int = setting(
+        0,
+        "hosts of a mesh for reference.placement=service; 0: it runs on the first of the learner's hosts",
+        low=0,
+    )
     gpus_per_host: int = setting(0, "GPUs on each host; 0: CPU only", low=0)
     partition: str = setting("", "Slurm partition; empty: the cluster's default")
     time_limit: str = setting("", "Slurm time limit, HH:MM:SS; empty: the partition's")

@@ -41,6 +41,10 @@ class PolicyVersion(Compact):
             raise ForgeError(f"{text!r} is not a policy version: expected the form name@incarnation.step.")
         return cls(policy=policy, incarnation=int(incarnation), step=int(step))
 
+    def precedes(self, other: PolicyVersion) -> bool:
+        """Whether it is an older version of the same policy; those of different policies have no order in time."""
+        return self.policy == other.policy and self < other
+
     def next(self) -> PolicyVersion:
         """The version after one more learner step."""
         return PolicyVersion(policy=self.policy, incarnation=self.incarnation, step=self.step + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -16,6 +17,7 @@ from forge_async.observe.rollout_log import read_rollouts
 from forge_async.observe.run_directory import RunDirectory
 
 Row = Mapping[str, Any]
+ROWS_AT_ONCE = 256
 
 
 def rewind(directory: RunDirectory, step: int, ended: Collection[int]) -> None:
@@ -46,15 +48,14 @@ def _keep(
     stays: Callable[[Row], bool],
     encoded: Callable[[list[Row]], bytes],
 ) -> None:
-    """Rewrite a file without the rows that go, at once, unless all stay."""
-    if not path.exists():
-        return
-    rows = list(read(path))
-    kept = [row for row in rows if stays(row)]
-    if len(kept) == len(rows):
+    """Rewrite a file without the rows that go, at once, unless all stay. Few of its rows are in memory at a time."""
+    if all(map(stays, read(path))):
         return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(encoded(kept))
+    kept = filter(stays, read(path))
+    with temporary.open("wb") as file:
+        while rows := list(itertools.islice(kept, ROWS_AT_ONCE)):
+            file.write(encoded(rows))
     temporary.replace(path)
 
 
@@ -64,4 +65,4 @@ def _lines(rows: list[Row]) -> bytes:
 
 def _frame(rows: list[Row]) -> bytes:
     lines = b"".join(json.dumps(row, ensure_ascii=False).encode("utf-8", errors="replace") + b"\n" for row in rows)
-    return zstandard.ZstdCompressor(level=3).compress(lines) if lines else b""
+    return zstandard.ZstdCompressor(level=3).compress(lines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -104,6 +104,10 @@ class Pull:
     damage: str = ""
     """Why deltas were given up for the last whole version and all deltas since; "" when they were not."""
 
+    def without_cost(self, started_s: float) -> Pull:
+        """What answers a pull of an older version, which found this one served and did nothing."""
+        return replace(self, started_s=started_s, fetch_s=0.0, pause_s=0.0, num_bytes=0, swap=None, damage="")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStats:
@@ -196,7 +200,10 @@ class Replica(Protocol):
 
     name: str
 
-    async def pull(self, version: PolicyVersion) -> Pull: ...
+    async def pull(self, version: PolicyVersion) -> Pull:
+        """Have it serve a version; an older one than it serves is superseded, and left (Law 4)."""
+        ...
+
     async def stats(self) -> ReplicaStats: ...
     async def score(self, token_ids: np.ndarray) -> tuple[PolicyVersion, np.ndarray]: ...
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from forge_async.core.errors import PolicyError
+from forge_async.core.errors import PolicyError, WeightsError
 from forge_async.core.records import Completions
 from forge_async.core.versions import PolicyVersion
 from forge_async.policy.concurrency import UNLIMITED, ConcurrencyLimit
@@ -85,6 +85,8 @@ class Driver:
         self._unproven: int | None = None
         """Step of a version that was swapped in and has made no token yet."""
         self._num_preemptions = 0
+        self._unfit: Exception | None = None
+        """Why the engine must make no token any more: what it was loaded with did not stand the check."""
 
     @property
     def _holding(self) -> bool:
@@ -126,7 +128,12 @@ class Driver:
         self._unproven = self.engine.version.step
 
     def turn(self) -> Progress:
-        """Hand requests over and advance the engine by one step, if it has something to do and may."""
+        """Hand requests over and advance the engine by one step, if it has something to do and may.
+
+        Raises, now and for ever, what the check of a swap raised: it is the end of this replica (Law 5).
+        """
+        if self._unfit is not None:
+            raise self._unfit
         wall, start = time.time(), time.perf_counter()
         self._admit()
         if self._stepping and self.engine.num_unfinished():
@@ -154,8 +161,15 @@ class Driver:
     ) -> SwapRecord:
         """Load a version, then deal with the requests in flight as the mode says.
 
-        `check` looks at the engine after the load and may raise. A load that raises leaves requests as they are.
+        `check` looks at the engine after the load and may raise; then no turn is taken any more, whoever catches it. A
+        load that raises leaves requests as they are. Raises WeightsError, before anything is done, for a version older
+        than the one that is served (Law 4).
         """
+        if version.precedes(self.engine.version):
+            raise WeightsError(
+                f"{version} is older than {self.engine.version}, which is served, and weights never go back; publish "
+                "them under a new incarnation."
+            )
         begun = time.perf_counter() if self._stopped_at is None else self._stopped_at
         occupancy, mode = self.engine.occupancy(), self._mode
         recomputed = 0
@@ -163,9 +177,9 @@ class Driver:
             self.engine.load_beside(weights, version)
         else:
             recomputed = self.engine.load(weights, version, keep_kv=mode.in_flight != REBUILD)
-        self.version_changed()
         if check is not None:
-            check(self.engine)
+            self._prove(check)
+        self.version_changed()
         discarded = 0
         if mode.in_flight in (RESUME, RETRY):
             discarded, recomputed = self._resubmit(keep_tokens=mode.in_flight == RESUME)
@@ -187,6 +201,13 @@ class Driver:
             num_queued=len(self._queue),
             limit_sequences=0 if limit >= UNLIMITED else limit,
         )
+
+    def _prove(self, check: Callable[[Engine], None]) -> None:
+        try:
+            check(self.engine)
+        except Exception as error:
+            self._unfit = error
+            raise
 
     def _admit(self) -> None:
         """Hand over queued requests in order, as many as the limit allows; one alone always fits."""

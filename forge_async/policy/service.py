@@ -179,7 +179,8 @@ class RequestService:
     async def pulling(self) -> AsyncIterator[None]:
         """Around a pull and its swap, one at a time: generation comes to the stop that the swap mode asks for.
 
-        However the pull ends, generation goes on afterwards, with whatever version the engine then has.
+        However the pull ends, generation goes on afterwards, with whatever version the engine then has; but not where
+        the check of its swap has failed.
         """
         async with self._swapping:
             driver = self._serving
@@ -197,7 +198,8 @@ class RequestService:
         """Swap weights in, inside `pulling`, between two steps; a drain first waits for what is in flight, unless that
         can end with its own weights beside these.
 
-        `check` looks at the engine after the load, on its thread, and may raise.
+        `check` looks at the engine after the load, on its thread. When it raises, the service ends: everyone who waits,
+        and everyone who comes later, hears of it, and no token is made with these weights.
         """
         driver = self._serving
         if self._mode.holds:

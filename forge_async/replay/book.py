@@ -53,7 +53,7 @@ class Book:
         self.replicas: dict[str, int] = {}
         """Version that each live replica has pulled."""
         self.in_flight: Counter[str] = Counter()
-        """Groups in flight with each replica."""
+        """Groups in flight with each replica; with "" those that were made by one that is gone."""
         self.fresh_in_flight: Counter[str] = Counter()
         """Those of them that go through the fresh lane."""
         self.max_staleness = UNLIMITED
@@ -138,6 +138,11 @@ class Book:
         self.in_flight[entry.replica] += by
         if entry.fresh:
             self.fresh_in_flight[entry.replica] += by
+
+    def _needs_no_replica(self, entry: Entry) -> None:
+        self._count_in_flight(entry, -1)
+        entry.replica = ""
+        self._count_in_flight(entry, 1)
 
     def _wait_again(self, entry: Entry) -> None:
         self.num_requeued += entry.state is not State.WAITING

@@ -86,4 +86,6 @@ def why_no_admission(state: ReplayState, replica: str) -> str:
 
 
 def _whereabouts(entry: Entry) -> str:
-    return f"on replica {entry.replica}" if entry.replica else "waiting for a replica"
+    if entry.replica:
+        return f"on replica {entry.replica}"
+    return "waiting for a replica" if entry.state is State.WAITING else "made by a replica that is gone, being scored"

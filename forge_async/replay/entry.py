@@ -45,7 +45,7 @@ class Entry:
     """Tokens: an estimate until the group is ready."""
     state: State = State.WAITING
     replica: str = ""
-    """Who makes it, while it is in flight."""
+    """Who makes it, while it is in flight; "" when that replica is gone and only the rewards are awaited."""
     floor: int = 0
     """Version that the replica served when the group last started; it moves to no older one (Law 4)."""
     num_starts: int = 0

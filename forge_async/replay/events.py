@@ -110,9 +110,11 @@ class ReplicaJoined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLeft:
-    """A policy replica is gone; what it had in flight waits again."""
+    """A policy replica is gone; what it had in flight waits again, but for what it had made."""
 
     replica: str
+    made: tuple[int, ...] = ()
+    """Groups in flight with it whose tokens were all made: only their rewards are awaited, from somebody else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +225,8 @@ def from_json(record: Mapping[str, Any]) -> Event:
             fields["prompt_id"] = PromptId(source=source, epoch=epoch, index=index)
         elif cls is Taken:
             fields["indices"] = tuple(fields["indices"])
+        elif cls is ReplicaLeft:
+            fields["made"] = tuple(fields.get("made", ()))
         elif cls is Restored:
             fields["failed_tries"] = tuple((index, num) for index, num in fields.get("failed_tries", ()))
         return cls(**fields)

@@ -43,6 +43,11 @@ class Generating:
             self._done.setdefault(self._book.entries[index].replica, {})[index] = attempt
         return bool(awaited)
 
+    def made_by(self, replica: str) -> tuple[int, ...]:
+        """The groups in flight of which only the rewards are awaited, of a replica that is gone; it is forgotten."""
+        done = self._done.pop(replica, {})
+        return tuple(sorted(index for index, attempt in done.items() if self._is_awaited(index, attempt)))
+
     def room(self, replica: str) -> int:
         """How many more groups the engine can use now; 0 or less: none."""
         if self._most is None:

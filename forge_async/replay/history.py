@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from forge_async.core.errors import ForgeError
 from forge_async.replay import events as ev
 from forge_async.replay.events import Event
+
+ENDINGS = (ev.Ended, ev.Taken, ev.Trained, ev.Restored)
+"""What `ended_groups` looks at; the other events may be left out."""
 
 
 def surviving(events: Iterable[Event]) -> Sequence[Event]:
@@ -39,7 +43,7 @@ def ended_groups(events: Iterable[Event], step: int) -> set[int]:
     beginning = ev.Restored(step=step, incarnation=0, num_attempts=0)
     ended: set[int] = set()
     taken: dict[int, tuple[int, ...]] = {}
-    for event in surviving([*events, beginning]):
+    for event in surviving(itertools.chain(events, [beginning])):
         if isinstance(event, ev.Ended):
             ended.add(event.index)
         elif isinstance(event, ev.Taken):
@@ -52,8 +56,8 @@ def ended_groups(events: Iterable[Event], step: int) -> set[int]:
 def failed_tries(events: Iterable[Event]) -> Mapping[int, int]:
     """How many tries of each group came to nothing, in all histories: what was undone was tried all the same.
 
-    A try counts when its group had to wait again, when its replica went while it was in flight, and when it was in
-    flight as the run crashed. A run that was closed did not crash: what it had in flight is nobody's fault.
+    A try counts when its group had to wait again, when its replica went before its tokens were all made, and when it
+    was in flight as the run crashed. A run that was closed did not crash: what it had in flight is nobody's fault.
     """
     failed: Counter[int] = Counter()
     in_flight: dict[int, str] = {}
@@ -68,10 +72,17 @@ def failed_tries(events: Iterable[Event]) -> Mapping[int, int]:
         elif isinstance(event, ev.Closed):
             in_flight.clear()
         elif isinstance(event, (ev.ReplicaLeft, ev.Restored)):
-            gone = None if isinstance(event, ev.Restored) else event.replica
-            lost = [index for index, replica in in_flight.items() if gone in (None, replica)]
+            lost = [*in_flight] if isinstance(event, ev.Restored) else _lost_with(event, in_flight)
             failed.update(lost)
             for index in lost:
                 del in_flight[index]
     failed.update(list(in_flight))
     return failed
+
+
+def _lost_with(event: ev.ReplicaLeft, in_flight: dict[int, str]) -> list[int]:
+    """The groups that have to wait again because their replica is gone; the others are nobody's from then on."""
+    for index in event.made:
+        if in_flight.get(index) == event.replica:
+            in_flight[index] = ""
+    return [index for index, replica in in_flight.items() if replica == event.replica]

@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -49,7 +49,9 @@ class Journal:
         if not _lock(file):
             file.close()
             raise ForgeError(f"{path} is in use by another process of the run; wait until it has ended.")
-        _, whole_bytes = _parse(path)
+        whole_bytes = 0
+        for _, whole_bytes in _parse(path):  # noqa: B007 - only the last position is wanted
+            pass
         if whole_bytes < path.stat().st_size:
             os.truncate(path, whole_bytes)
         _sync_directory(path.parent)
@@ -73,9 +75,12 @@ class Journal:
             time.sleep(LOOK_AGAIN_S)
 
     @staticmethod
-    def read(path: str | Path) -> list[Event]:
-        """All whole events of a journal file, without changing it. Raises ForgeError naming file and line."""
-        return _parse(Path(path))[0]
+    def read(path: str | Path) -> Iterator[Event]:
+        """Yield the whole events of a journal file, read line by line, without changing it.
+
+        Raises ForgeError naming file and line, when it comes to that line.
+        """
+        return (event for event, _ in _parse(Path(path)))
 
     def append(self, events: Sequence[Event]) -> None:
         """Write events in one piece, and synchronise as the policy says."""
@@ -99,30 +104,28 @@ class Journal:
         self._file.close()
 
 
-def _parse(path: Path) -> tuple[list[Event], int]:
-    """Events, and the bytes that they take; the rest of the file is a torn last line."""
-    events: list[Event] = []
-    lines = path.read_bytes().splitlines(keepends=True)
+def _parse(path: Path) -> Iterator[tuple[Event, int]]:
+    """Yield each whole event, and the bytes up to its end; the rest of the file is a torn last line."""
     whole_bytes = 0
-    for number, line in enumerate(lines, start=1):
-        last = number == len(lines)
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            if last:
-                break
-            raise ForgeError(
-                f"{path}, line {number}, is not a journal event ({line[:40]!r}...): the file was damaged or edited; "
-                "restore it from a copy, or begin again with run.overwrite=true."
-            ) from error
-        if not line.endswith(b"\n"):
-            break
-        try:
-            events.append(from_json(record))
-        except (ForgeError, AttributeError) as error:
-            raise ForgeError(f"{path}, line {number}: {error}") from error
-        whole_bytes += len(line)
-    return events, whole_bytes
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                if not file.peek(1):
+                    return
+                raise ForgeError(
+                    f"{path}, line {number}, is not a journal event ({line[:40]!r}...): the file was damaged or "
+                    "edited; restore it from a copy, or begin again with run.overwrite=true."
+                ) from error
+            if not line.endswith(b"\n"):
+                return
+            try:
+                event = from_json(record)
+            except (ForgeError, AttributeError) as error:
+                raise ForgeError(f"{path}, line {number}: {error}") from error
+            whole_bytes += len(line)
+            yield event, whole_bytes
 
 
 def _lock(file: BinaryIO) -> bool:

@@ -214,9 +214,13 @@ class Ledger(Book):
             return Effect.REPEATED
         for index in self.untaken:
             entry = self.entries[index]
-            if entry.state is State.IN_FLIGHT and entry.replica == event.replica:
-                entry.num_failed_tries += 1
-                self._wait_again(entry)
+            if entry.state is not State.IN_FLIGHT or entry.replica != event.replica:
+                continue
+            if index in event.made:
+                self._needs_no_replica(entry)
+                continue
+            entry.num_failed_tries += 1
+            self._wait_again(entry)
         self.in_flight.pop(event.replica, None)
         self.fresh_in_flight.pop(event.replica, None)
         return Effect.CHANGED

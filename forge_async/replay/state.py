@@ -137,7 +137,8 @@ class ReplayState:
 
     def generated(self, tries: Iterable[tuple[int, int]]) -> None:
         """All tokens of these groups, (index, attempt), are made and their rewards are on the way: so many others can
-        be generated in their place. Asked for with `groups_at_once`; a group that is put or ended says as much."""
+        be generated in their place, and they outlive their replica. Asked for with `groups_at_once`; a group that is
+        put or ended says as much."""
         self.num_changes += self.admitter.generating.finished(tries)
 
     def put(self, groups: Iterable[Group]) -> int:
@@ -167,7 +168,6 @@ class ReplayState:
             changed = self._apply(ev.Ended(index=index, outcome=outcome, reason=reason)) is Effect.CHANGED
             if changed:
                 self._ended.pop()
-            if changed:
                 self.buffer.drop(index)
                 self._fruitless.ended(outcome, reason)
                 if outcome == "filtered" and maker:
@@ -205,9 +205,12 @@ class ReplayState:
                 self.admitter.routing.joined(replica, others)
 
     def remove_replica(self, replica: str) -> None:
-        """A replica is gone. What it had in flight waits for another, under the same index and prompt."""
+        """A replica is gone. What it had in flight waits for another, under the same index and prompt.
+
+        A group whose tokens are all made (`generated`) stays in flight: its rewards need no replica.
+        """
         with self._writing():
-            self._apply(ev.ReplicaLeft(replica=replica))
+            self._apply(ev.ReplicaLeft(replica=replica, made=self.admitter.generating.made_by(replica)))
             self.admitter.routing.left(replica)
 
     # Learner side.

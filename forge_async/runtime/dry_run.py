@@ -74,7 +74,10 @@ def describe(config: Config) -> str:
 
 def _specification(config: Config) -> str:
     engines = config.policy.replicas * config.policy.tensor_parallel
-    return jobs.describe(config.job, learner_procs=config.learner.ranks, policy_procs=engines)
+    references = config.reference.ranks if config.reference.is_service else 0
+    return jobs.describe(
+        config.job, learner_procs=config.learner.ranks, policy_procs=engines, reference_procs=references
+    )
 
 
 def _run_lines(config: Config, folder: Path | None, shape: ModelShape | None, longest: int | None) -> list[str]:
@@ -199,7 +202,7 @@ def _reference_rows(config: Config, sizes: dict[str, float]) -> list[Row]:
         Row(
             kind="reference",
             number=config.reference.ranks,
-            where=_place(config, "learner"),
+            where=_place(config, jobs.REFERENCE),
             what=f"torchtitan, {names}, read only{gpu}",
             num_bytes=sizes["reference"],
         )
@@ -210,6 +213,8 @@ def _place(config: Config, role: str) -> str:
     job, count = config.job, jobs.num_hosts(config.job, role)
     if job.kind == "local":
         return "here"
+    if role == jobs.REFERENCE and not count:
+        return f"the first of {_place(config, 'learner')}" if job.learner_hosts > 1 else _place(config, "learner")
     if job.kind == "process":
         return f"a Monarch host of its own here ({role})"
     return f"{_times(count, f'{job.kind} host')} ({jobs.mesh_name(job, role)})"

@@ -14,11 +14,16 @@ import yaml
 from forge_async.config.job import JobSettings
 from forge_async.core.errors import ConfigError, MissingPackageError
 
-ROLES = ("learner", "policy")
-"""The meshes of hosts of a job; replay, rollout workers and store run beside the controller."""
+REFERENCE = "reference"
 SLURM_PORT = 22222
 KUBERNETES_PORT = 26600
 GPU_RESOURCE = "nvidia.com/gpu"
+
+
+def roles(job: JobSettings) -> tuple[str, ...]:
+    """The meshes of hosts of a job. Replay, rollout workers and store run beside the controller; a reference service
+    that has no hosts of its own runs on the first of the learner's."""
+    return ("learner", "policy", *([REFERENCE] if job.reference_hosts else []))
 
 
 def build(job: JobSettings, *, log_dir: str = "logs") -> Any:
@@ -31,7 +36,7 @@ def build(job: JobSettings, *, log_dir: str = "logs") -> Any:
         from monarch.job import ProcessJob
 
         logging.getLogger("monarch._src.job.job").setLevel(logging.WARNING)
-        return ProcessJob(dict.fromkeys(ROLES, 1))
+        return ProcessJob(dict.fromkeys(roles(job), 1))
     if job.kind == "slurm":
         from monarch.job import SlurmJob
 
@@ -49,7 +54,7 @@ def _build_kubernetes(job: JobSettings) -> Any:
             "job.kind=kubernetes needs the kubernetes package: .venv/bin/pip install kubernetes"
         ) from error
     built = KubernetesJob(namespace=job.namespace)
-    for role in ROLES:
+    for role in roles(job):
         image = ImageSpec(job.image, resources=_resources(job))
         built.add_mesh(mesh_name(job, role), num_hosts(job, role), image_spec=image, port=KUBERNETES_PORT)
     return built
@@ -64,7 +69,7 @@ def mesh_name(job: JobSettings, role: str) -> str:
 
 def num_hosts(job: JobSettings, role: str) -> int:
     """Hosts of the role's mesh."""
-    return job.learner_hosts if role == "learner" else job.policy_hosts
+    return {"learner": job.learner_hosts, "policy": job.policy_hosts, REFERENCE: job.reference_hosts}[role]
 
 
 def check(job: JobSettings) -> None:
@@ -72,16 +77,22 @@ def check(job: JobSettings) -> None:
     if job.kind == "kubernetes" and not job.image:
         raise ConfigError("job.image is empty: job.kind=kubernetes needs the container image that its pods run.")
     if job.kind == "kubernetes":
-        name = mesh_name(job, "learner")
+        longest = max(roles(job), key=len)
+        name = mesh_name(job, longest)
         if not name[0].isalpha() or not name.isascii() or len(name) > 63:
             raise ConfigError(
-                f"job.name={job.name} makes no Kubernetes name ({name}): begin with a letter, use at most 55 letters "
-                "and digits."
+                f"job.name={job.name} makes no Kubernetes name ({name}): begin with a letter, use at most "
+                f"{63 - len(longest)} letters and digits."
             )
     if job.kind in ("local", "process") and (job.learner_hosts, job.policy_hosts) != (1, 1):
         raise ConfigError(
             f"job.kind={job.kind} runs on this machine, so job.learner_hosts={job.learner_hosts} and "
             f"job.policy_hosts={job.policy_hosts} must be 1; job.kind=slurm or kubernetes has more."
+        )
+    if job.reference_hosts > {"local": 0, "process": 1}.get(job.kind, job.reference_hosts):
+        raise ConfigError(
+            f"job.kind={job.kind} has no job.reference_hosts={job.reference_hosts}; use "
+            f"{'0' if job.kind == 'local' else '1 or 0'}, or job.kind=slurm or kubernetes."
         )
 
 
@@ -102,32 +113,36 @@ def check_fit(job: JobSettings, role: str, num_procs: int) -> int:
     return per_host
 
 
-def describe(job: JobSettings, *, learner_procs: int = 1, policy_procs: int = 1) -> str:
+def describe(job: JobSettings, *, learner_procs: int = 1, policy_procs: int = 1, reference_procs: int = 0) -> str:
     """The specification of the job as YAML text: what would be asked for, and what would run there.
 
     Args:
         learner_procs: learner ranks in all.
         policy_procs: policy replicas times their tensor-parallel size.
+        reference_procs: ranks of the reference service; 0: there is none.
     """
     check(job)
-    procs = {"learner": learner_procs, "policy": policy_procs}
-    layout = {
-        role: {"hosts": num_hosts(job, role), "processes_per_host": check_fit(job, role, procs[role])} for role in ROLES
+    procs = {"learner": learner_procs, "policy": policy_procs, REFERENCE: reference_procs}
+    layout: dict[str, dict[str, Any]] = {
+        role: {"hosts": num_hosts(job, role), "processes_per_host": check_fit(job, role, procs[role])}
+        for role in roles(job)
     }
+    if reference_procs and not job.reference_hosts:
+        layout[REFERENCE] = {"where": "the first of the learner's hosts", "processes": reference_procs}
     documents: list[dict[str, Any]] = [
         {"job": job.kind, "name": job.name, "placement": layout, "controller": "this host"}
     ]
     if job.kind == "slurm":
         documents.append({"SlurmJob": slurm_arguments(job, "logs"), "sbatch": sbatch_directives(job, "logs")})
     if job.kind == "kubernetes":
-        documents += [manifest(job, role) for role in ROLES]
+        documents += [manifest(job, role) for role in roles(job)]
     return yaml.safe_dump_all(documents, sort_keys=False, default_flow_style=False, width=120)
 
 
 def slurm_arguments(job: JobSettings, log_dir: str) -> dict[str, Any]:
     """Arguments of Monarch's SlurmJob."""
     return {
-        "meshes": {role: num_hosts(job, role) for role in ROLES},
+        "meshes": {role: num_hosts(job, role) for role in roles(job)},
         "job_name": job.name,
         "partition": job.partition or None,
         "time_limit": job.time_limit or None,
@@ -144,7 +159,7 @@ def sbatch_directives(job: JobSettings, log_dir: str) -> list[str]:
     directives = [
         f"--job-name={name}",
         "--ntasks-per-node=1",
-        f"--nodes={job.learner_hosts + job.policy_hosts}",
+        f"--nodes={sum(num_hosts(job, role) for role in roles(job))}",
         f"--output={log_dir}/slurm_%j_{name}.out",
         f"--error={log_dir}/slurm_%j_{name}.err",
         f"--time={job.time_limit}" if job.time_limit else "",

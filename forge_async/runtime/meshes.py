@@ -29,7 +29,7 @@ SHORT_TMP = Path(os.sep) / "tmp"
 
 
 class Placement:
-    """The hosts of a run: `learner`, `policy`, and `controller` for what runs beside the controller.
+    """The hosts of a run: `learner`, `policy`, `reference`, and `controller` for what runs beside the controller.
 
     Children's temporary files (vLLM's, Monarch's) go to a folder of the run, which is removed at the end. A guardian
     process ends everything if this process is killed.
@@ -71,7 +71,7 @@ class Placement:
         self._monarch_job = jobs.build(self.job, log_dir=str(self.run_dir / "logs"))
         state = self._monarch_job.state(cached_path=None)
         self._guard_hosts()
-        for role in jobs.ROLES:
+        for role in jobs.roles(self.job):
             mesh = self._meshes[role] = getattr(state, jobs.mesh_name(self.job, role))
             await within(
                 _initialized(mesh), timeout_s, who="The run", waits_for=f"the {role} hosts", from_whom=self.job.kind
@@ -86,6 +86,11 @@ class Placement:
     def policy(self) -> Hosts:
         """Hosts of the policy's replicas."""
         return self._hosts("policy")
+
+    @property
+    def reference(self) -> Hosts:
+        """Hosts of the reference service, if there is one: its own, or the first of the learner's."""
+        return self._hosts(jobs.REFERENCE) if jobs.REFERENCE in self._meshes else self.learner.one(0)
 
     @property
     def controller(self) -> Hosts:

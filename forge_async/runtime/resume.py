@@ -12,7 +12,7 @@ from forge_async.observe.run_directory import RunDirectory
 from forge_async.pipeline.checkpoints import whole_checkpoints
 from forge_async.pipeline.run_state import FILE_NAME, STATE_FOLDER, RunState
 from forge_async.replay import events as ev
-from forge_async.replay.history import ended_groups
+from forge_async.replay.history import ENDINGS, ended_groups
 from forge_async.replay.journal import Journal
 
 JOURNAL = "replay.jsonl"
@@ -53,7 +53,7 @@ def find_resume_point(directory: RunDirectory, num_steps: int) -> ResumePoint:
     """
     path = directory.journal / JOURNAL
     Journal.wait_until_free(path, PATIENCE_S)
-    events = Journal.read(path) if path.exists() else []
+    events = [event for event in Journal.read(path) if isinstance(event, ENDINGS)] if path.exists() else []
     checkpoint = _newest(directory.checkpoints)
     state = RunState.read(checkpoint) if checkpoint else None
     step = state.step if state else 0

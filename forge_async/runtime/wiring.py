@@ -277,11 +277,11 @@ async def _start_learner(
 
 
 async def _start_reference(config: Config, folder: Path, placement: Placement, limits: dict) -> ActorHandle:
-    """The reference service, on the first of the learner's hosts."""
+    hosts = placement.reference
     options = ReferenceActor.options(
         mesh_name="reference",
-        hosts=placement.learner.one(0),
-        procs=config.reference.ranks,
+        hosts=hosts,
+        procs=config.reference.ranks // hosts.num_hosts,
         spmd=True,
         with_gpus=config.job.gpus_per_host > 0,
         **limits,

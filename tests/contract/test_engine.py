@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from forge_async.core.errors import FingerprintError, WeightsError
+from forge_async.core.errors import FingerprintError, PolicyError, WeightsError
 from forge_async.core.versions import PolicyVersion
 from forge_async.weights.fingerprint import check_fingerprint
 from forge_async.weights.manifest import build_manifest
@@ -230,6 +230,20 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_written(engine, 
     assert engine.version == version
     assert_serves(engine, subject.weights[0])
     assert list(generate(engine, request("a"))) == ["a"]
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("engine_subject", ["vllm"], indirect=True)
+def test_a_load_that_breaks_off_leaves_an_engine_that_makes_and_scores_nothing(engine, subject):
+    broken = subject.weights[1] | {"model.layers.0.no_such.weight": subject.weights[1]["model.norm.weight"]}
+    with pytest.raises(ValueError, match="no_such"):
+        engine.load(broken, PolicyVersion(step=next(VERSIONS)))
+    with pytest.raises(PolicyError, match="parts of two versions, since the load of policy@0"):
+        engine.step()
+    with pytest.raises(PolicyError, match="parts of two versions"):
+        engine.score(np.array(PROMPT, dtype=np.int32))
+    engine.load(subject.weights[1], PolicyVersion(step=next(VERSIONS)))
+    assert engine.score(np.array(PROMPT, dtype=np.int32)) == pytest.approx(subject.logprobs(1, PROMPT), abs=1e-5)
 
 
 def test_how_full_the_engine_is_is_told(engine):

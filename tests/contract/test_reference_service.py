@@ -78,20 +78,23 @@ def test_two_ranks_score_as_one_and_as_the_models_do(titan, teacher, children):
 
 
 @pytest.mark.parametrize(
-    "objective",
+    ("objective", "more"),
     [
-        {"kl_weight": 0.1, "kl_kind": "k3_is", "teacher_weight": 0.5},
-        {"kl_weight": 0.1, "kl_kind": "k1", "kl_place": "reward"},
+        ({"kl_weight": 0.1, "kl_kind": "k3_is", "teacher_weight": 0.5}, {"lr": 1e-4}),
+        ({"kl_weight": 0.1, "kl_kind": "k1", "kl_place": "reward"}, {"lr": 1e-4}),
+        ({"kl_weight": 0.1, "kl_kind": "k3_is", "teacher_weight": 0.5}, {"lr": 1e-2, "lora": {"rank": 4}}),
     ],
-    ids=["in the loss", "in the reward"],
+    ids=["in the loss", "in the reward", "under adapters"],
 )
-def test_a_learner_learns_the_same_whether_the_models_are_its_own_or_a_services(titan, teacher, children, objective):
+def test_a_learner_learns_the_same_whether_the_models_are_its_own_or_a_services(
+    titan, teacher, children, objective, more
+):
+    """Under adapters the reference on the mesh is the model without them; the service reads it from its folder."""
     chosen = {
         "objective": {"teacher": str(teacher)} | objective,
         "updates_per_batch": 2,
         "temperature": TEMPERATURE,
-        "lr": 1e-4,
-    }
+    } | more
     batches = [with_kept_sets(off_policy(make_samples(seed=seed), titan.make())) for seed in range(3)]
     learner = titan.make(**chosen)
     results, weights = [learner.train(share(batch)) for batch in batches], weights_of(learner)

@@ -224,7 +224,7 @@ def test_blocks_of_mixed_versions_are_found_by_no_request_of_any_version(subject
     assert len(block) > 32
     for which in (1, 0):
         if which == 0:
-            served.driver.swap(subject.weights[0], old)
+            engine.load(subject.weights[0], old)
         served.add(request(f"b{which}", block, tokens=6))
         served.finish()
         for tokens, logprobs, _ in served.rows(f"b{which}", block):

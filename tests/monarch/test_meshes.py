@@ -57,6 +57,15 @@ async def test_roles_have_hosts_private_files_and_logs_and_an_end(kind, run_dir)
     assert os.environ.get("TMPDIR") == tmpdir
 
 
+@pytest.mark.parametrize("hosts", [0, 1])
+async def test_a_reference_service_has_a_host_of_its_own_or_the_learners(hosts, run_dir):
+    async with await Placement.start(JobSettings(kind="process", reference_hosts=hosts), run_dir) as placement:
+        learner = await Place.options(hosts=placement.learner, mesh_name="learner").as_actor()
+        reference = await Place.options(hosts=placement.reference, mesh_name="reference").as_actor()
+        (_, beside, _), (_, host, _) = [await actor.look.call_one() for actor in (learner, reference)]
+        assert host != os.getpid() and (host == beside) == (hosts == 0)
+
+
 async def test_a_long_run_directory_gets_its_temporary_files_elsewhere(run_dir):
     placement = await Placement.start(JobSettings(), run_dir / ("long" * 20))
     assert len(str(placement.tmp)) < LONGEST_TMP

@@ -9,6 +9,7 @@ import pytest
 
 from forge_async.actors.forge_actor import ActorHandle
 from forge_async.config import compose
+from forge_async.core.versions import PolicyVersion
 from forge_async.pipeline.publish import Publisher
 from forge_async.rollout.demonstrations import demonstration_samples
 from forge_async.runtime.meshes import Placement
@@ -55,6 +56,9 @@ async def test_every_replica_serves_the_learners_weights_and_they_change_with_ea
                 assert np.abs(ours - before).max() > 1e-2, "the probe moved, so equality proves something"
             before = ours
             await learner.train.call(lesson)
+        late = await actors.replicas[0].pull(PolicyVersion(step=1))
+        assert (late.version.step, late.num_bytes, late.swap) == (2, 0, None), "superseded: weights never go back"
+        assert (await actors.replicas[0].score(PROBE))[0].step == 2
         await assert_a_cut_ends_a_ticket(actors.handles[1])
 
 

@@ -142,6 +142,18 @@ class ReplayMachine(RuleBasedStateMachine):
         self.tries[-1] = dataclasses.replace(self.tries[-1], step=0)
         self.finish(len(self.tries) - 1, 1, False)
 
+    @precondition(lambda self: self.tries)
+    @rule(which=st.integers(0, 99))
+    def tokens_are_all_made(self, which: int) -> None:
+        one = self.tries[which % len(self.tries)]
+        awaited, in_flight = self._awaited(one), self.state.ledger.counts[State.IN_FLIGHT]
+        self.state.generated([(one.index, one.attempt)])
+        if awaited and one.replica in self.replicas and len(self.replicas) > 1:
+            del self.replicas[one.replica]
+            self.state.remove_replica(one.replica)
+            assert self._awaited(one), "only its rewards are missing: it needs no replica"
+            assert self.state.ledger.counts[State.IN_FLIGHT] <= in_flight
+
     @precondition(lambda self: self.last is not None)
     @rule()
     def finish_again(self) -> None:
@@ -281,7 +293,7 @@ class ReplayMachine(RuleBasedStateMachine):
             self.fresh = dict.fromkeys(self.fresh, False)
         self.journal = Journal.open(self.path, fsync="never")
         self.state = ReplayState.resume(
-            Journal.read(self.path), step=step, incarnation=self.incarnation, **self.common, journal=self.journal
+            list(Journal.read(self.path)), step=step, incarnation=self.incarnation, **self.common, journal=self.journal
         )
         del self.taken[step:]
         self.num_trained = self.published = step

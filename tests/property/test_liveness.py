@@ -211,8 +211,6 @@ def run_schedule(seed: int, *, mean_life_s: float = 0.0, fail_share: float = 0.0
     """Draw a schedule, run it and check the laws. Returns the number of replicas that died."""
     random, notes = Random(seed), Notes()
     plan = draw_plan(random)
-    if mean_life_s:  # what died is scored again: a scorer of one slot could not keep up, and would be the test's stall
-        plan = replace(plan, rewards=replace(plan.rewards, num_slots=8))
 
     async def scenario():
         world = SimulatedWorld(plan, LoopClock(), notes)

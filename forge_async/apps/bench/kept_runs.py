@@ -21,24 +21,36 @@ class KeptRuns:
         """`model` is the folder that every run begins with. Raises ConfigError when `path` is no such file."""
         self._file = ResultsFile(path)
         self._depends_on = (model_hash(model), all_code_hash())
-        self._num_at_hand = 0
+        self._at_hand: set[str] = set()
+        """Keys of the runs of earlier calls that were asked for."""
+        self._made: set[str] = set()
+        """Keys of the runs that were made by this one."""
+        self._num_shared = 0
+        """How often a run was asked for that had been asked for before, under another name."""
 
     def run(self, words: Sequence[str], number: int, folder: Path) -> FinishedRun:
         """The run of a command line in a round, from the file or made now in `folder`. Raises as `run_grpo`."""
         key = hashlib.sha256(json.dumps([*words, number, *self._depends_on]).encode()).hexdigest()[:16]
+        self._num_shared += key in self._at_hand | self._made
         if key in self._file:
-            self._num_at_hand += 1
+            self._at_hand |= {key} - self._made
             return finished_run(self._file[key])
         run = run_grpo(words, folder)
+        self._made.add(key)
         self._file.add({"key": key, "words": list(words), "round": number, **record_of(run)})
         return run
 
     @property
     def notes(self) -> list[str]:
-        """What a reader must know of the runs that were at hand."""
-        if not self._num_at_hand:
-            return []
-        return [f"{self._num_at_hand} runs are those of earlier calls: the machine may have been another then."]
+        """What a reader must know of the runs that were not made for the case that they stand under."""
+        found = []
+        if self._at_hand:
+            found.append(
+                f"{len(self._at_hand)} runs are those of earlier calls: the machine may have been another then."
+            )
+        if self._num_shared:
+            found.append(f"{self._num_shared} runs stand under another case too, whose command line is the same.")
+        return found
 
 
 def record_of(run: FinishedRun) -> dict[str, Any]:

@@ -201,6 +201,24 @@ def test_overlap_goes_on_with_the_runs_of_an_earlier_call(monkeypatch, tmp_path)
     assert began == ["a", "another round", "c"]
 
 
+def test_overlap_tells_runs_of_earlier_calls_from_those_that_two_of_its_cases_share(monkeypatch, tmp_path):
+    monkeypatch.setattr(kept_runs, "run_grpo", lambda words, folder: finished(0.5))
+    model = tmp_path / "model"
+    model.mkdir()
+    first = kept_runs.KeptRuns(tmp_path / "runs.json", model)
+    for case in ("S=2", "buffer=bounded"):
+        first.run(("async.max_staleness=2",), 0, tmp_path / case)
+    assert first.notes == ["1 runs stand under another case too, whose command line is the same."]
+    again = kept_runs.KeptRuns(tmp_path / "runs.json", model)
+    for case in ("S=2", "buffer=bounded"):
+        again.run(("async.max_staleness=2",), 0, tmp_path / case)
+    again.run(("async.max_staleness=4",), 0, tmp_path / "S=4")
+    assert [note.split(":")[0] for note in again.notes] == [
+        "1 runs are those of earlier calls",
+        "1 runs stand under another case too, whose command line is the same.",
+    ]
+
+
 def test_start_counts_from_the_start_of_the_process():
     figures = start.start_figures(finished(0.5))
     assert figures["program_s"] == 1.0

@@ -43,6 +43,21 @@ def test_the_verdict_follows_the_largest_difference(
     assert out.splitlines()[-1].startswith(verdict)
 
 
+def test_models_that_training_spreads_over_ranks_are_compared_in_one_process_each(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
+) -> None:
+    ranks = {"policy.tensor_parallel": 2, "learner.ranks": 4}
+    words = [f"{key}={number}" for key, number in ranks.items()]
+    assert run_with(monkeypatch, tmp_path / "a", 1e-6, *words) == 0
+    said = "policy.tensor_parallel=2 and learner.ranks=4 are for training: here one process holds the whole model"
+    assert said in capsys.readouterr().err
+    asked = Config().replace({**ranks, "learner.tensor_parallel": 2, "task.name": "sum"})
+    plan = plan_of(asked, tmp_path / "a")
+    assert (plan.policy.tensor_parallel, plan.learner.ranks, plan.learner.tensor_parallel) == (1, 1, 1)
+    assert run_with(monkeypatch, tmp_path / "b", 1e-6) == 0
+    assert "for training" not in capsys.readouterr().err
+
+
 def test_larger_models_may_differ_by_more(tmp_path: Path) -> None:
     tiny, large = (read_shape(folder) for folder in (fake_model(tmp_path / "a"), fake_model(tmp_path / "b", SMOLLM2)))
     assert default_tolerance(Config(), tiny.num_parameters) == 1e-5

@@ -60,6 +60,16 @@ def test_a_runs_own_settings_hold_for_it_and_for_its_checkpoints(tmp_path: Path)
     assert find_model(str(run)).step == 10
 
 
+def test_the_engine_is_one_process_and_says_so_where_training_has_several(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
+) -> None:
+    built = []
+    monkeypatch.setattr(app, "_build_engine", lambda model, settings: built.append(settings) or FakeEngine())
+    assert app.main([str(make_run(tmp_path / "run")), *SUM, "policy.tensor_parallel=2"]) == 0
+    assert "policy.tensor_parallel=2 is for training: here one process" in capsys.readouterr().err
+    assert [settings.tensor_parallel for settings in built] == [1]
+
+
 def test_what_cannot_be_evaluated_is_one_sentence_and_exit_2(tmp_path: Path, capsys) -> None:
     model = str(fake_model(tmp_path / "model"))
     for words in (

@@ -111,6 +111,18 @@ def test_a_run_means_its_newest_whole_checkpoint_and_its_task(engine: Parrot, tm
     assert renderer.decode(engine.requests[0].prompt_token_ids) == "Sums./hello/"
 
 
+def test_the_engine_of_a_run_on_several_ranks_is_one_process_here_and_says_so(
+    engine: Parrot, tmp_path: Path, capsys
+) -> None:
+    run = make_run(tmp_path / "run", (5,), **{"policy.tensor_parallel": 2, "learner.ranks": 2})
+    assert generate.main([str(run), "hello"]) == 0
+    said = capsys.readouterr()
+    assert "policy.tensor_parallel=2 is for training: here one process holds the whole model" in said.err
+    assert said.out == "hello\n"
+    assert generate.main([str(run / "checkpoints" / "step-000005"), "hello"]) == 0
+    assert "for training" not in capsys.readouterr().err
+
+
 def test_a_checkpoints_folder_knows_its_step(tmp_path: Path) -> None:
     run = make_run(tmp_path, (5,))
     assert find_model(str(run / "checkpoints" / "step-000005")).step == 5

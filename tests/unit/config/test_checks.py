@@ -16,6 +16,7 @@ from forge_async.config.schema import KEYS
 from forge_async.core.errors import ConfigError
 from forge_async.replay.settings import SWAP_MODES
 
+SERVICE = {"reference.placement": "service", "objective.kl_weight": 0.1}
 REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
     (c.preset_is_kept, {"async.buffer": "none"}, ["async.max_staleness=2 contradicts async.buffer=none", "to 0"]),
     (
@@ -136,6 +137,22 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
     (j.hosts_exist, {"job.policy_hosts": 2, "job.kind": "process"}, ["job.policy_hosts=2"]),
     (j.hosts_share_equally, {"job.kind": "slurm", "job.learner_hosts": 2}, ["learner.ranks=1", "learner.ranks=2"]),
     (j.hosts_share_equally, {"job.kind": "slurm", "job.policy_hosts": 2}, ["policy.replicas=1"]),
+    (j.hosts_exist, {**SERVICE, "job.reference_hosts": 1}, ["job.reference_hosts=1", "use job.reference_hosts=0"]),
+    (
+        j.hosts_exist,
+        {**SERVICE, "job.reference_hosts": 2, "job.kind": "process"},
+        ["job.kind=process", "use job.reference_hosts=1"],
+    ),
+    (
+        j.reference_hosts_are_used,
+        {"job.kind": "slurm", "job.reference_hosts": 2},
+        ["job.reference_hosts=2", "reference.placement=learner", "use reference.placement=service"],
+    ),
+    (
+        j.hosts_share_equally,
+        {**SERVICE, "job.kind": "slurm", "job.reference_hosts": 2},
+        ["reference.ranks=1", "job.reference_hosts=2"],
+    ),
     (
         j.nccl_has_gpus,
         {"weights.transport": "broadcast", "weights.broadcast_backend": "nccl"},
@@ -144,19 +161,18 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
     (j.gpus_suffice, {"job.gpus_per_host": 1}, ["learner.ranks=1", "2 GPUs", "job.gpus_per_host=1"]),
     (
         j.gpus_suffice,
-        {"job.gpus_per_host": 2, "reference.placement": "service", "objective.kl_weight": 0.1},
+        {**SERVICE, "job.gpus_per_host": 2},
         ["learner.ranks=1, reference.ranks=1 and 1 engine ranks need 3 GPUs"],
     ),
     (
         j.gpus_suffice,
-        {
-            "job.gpus_per_host": 8,
-            "job.kind": "slurm",
-            "learner.ranks": 8,
-            "reference.placement": "service",
-            "objective.kl_weight": 0.1,
-        },
-        ["reference.ranks=1", "job.learner_hosts=1", "reference.placement=learner"],
+        {**SERVICE, "job.gpus_per_host": 8, "job.kind": "slurm", "learner.ranks": 8},
+        ["reference.ranks=1", "job.learner_hosts=1", "job.reference_hosts=1 or more", "reference.placement=learner"],
+    ),
+    (
+        j.gpus_suffice,
+        {**SERVICE, "job.gpus_per_host": 8, "job.kind": "slurm", "job.reference_hosts": 1, "reference.ranks": 16},
+        ["reference.ranks=16", "job.reference_hosts=2 or more"],
     ),
     (
         j.gpus_suffice,
@@ -208,6 +224,15 @@ def test_each_check_has_a_test() -> None:
         {"policy.block_tokens": 16, "job.gpus_per_host": 2},
         {"task.held_out_fraction": 0.0, "eval.num_prompts": 0},
         {"job.kind": "slurm", "job.learner_hosts": 2, "learner.ranks": 4, "job.time_limit": "2-04:00:00"},
+        {**SERVICE, "job.kind": "process", "job.reference_hosts": 1},
+        {
+            **SERVICE,
+            "job.kind": "slurm",
+            "job.gpus_per_host": 8,
+            "learner.ranks": 8,
+            "job.reference_hosts": 2,
+            "reference.ranks": 16,
+        },
         {"job.kind": "kubernetes", "job.image": "x:1"},
         {"async.on_stale": "drop"},
         *({"async.swap": mode} for mode in SWAP_MODES),

@@ -18,6 +18,13 @@ def test_versions_order_by_incarnation_before_step():
     assert restored.next() == PolicyVersion(incarnation=1, step=4)
 
 
+def test_only_versions_of_one_policy_precede_each_other():
+    old, new = PolicyVersion(incarnation=0, step=9), PolicyVersion(incarnation=1, step=3)
+    assert (old.precedes(new), new.precedes(old), old.precedes(old)) == (True, False, False)
+    another = PolicyVersion(policy="another", incarnation=0, step=1)
+    assert not another.precedes(new) and not new.precedes(another)
+
+
 def test_equal_neighbours_join_and_empty_runs_vanish():
     runs = VersionRuns.of([(2, 5, 0), (0, 6, 0), (3, 5, 0), (1, 5, 1)])
     assert runs.lengths.tolist() == [5, 1]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 from forge_async.observe.group_events import EventsLog, GroupEvent, read_events
+from forge_async.observe.jsonl import read_jsonl
 from forge_async.observe.rewind import rewind
 from forge_async.observe.rollout_log import RolloutLog, RolloutRecord, read_rollouts
 from forge_async.observe.run_directory import RunDirectory
@@ -43,6 +45,25 @@ def test_what_came_after_the_checkpoint_is_taken_back(tmp_path: Path) -> None:
     log.write([RolloutRecord(step=3, group=7, prompt="", completion="", reward=0.0)])
     log.close()
     assert [record["step"] for record in read_rollouts(run.rollouts)] == [1, 2, 3]
+
+
+def test_long_records_are_never_in_memory_whole(tmp_path: Path) -> None:
+    run, text = RunDirectory.create(tmp_path / "run", config=""), "x" * 10_000
+    sink, rollouts = JsonlSink(run.metrics), RolloutLog(run.rollouts)
+    for step in range(1, 2001):
+        sink.write(step, {"note": text})
+        rollouts.write([RolloutRecord(step=step, group=step, prompt=text, completion="", reward=1.0)])
+    sink.close()
+    rollouts.close()
+    tracemalloc.start()
+    try:
+        rewind(run, 1999, ())
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 10_000_000, "each file has 20 MB of text"
+    for path, read in ((run.metrics, read_jsonl), (run.rollouts, read_rollouts)):
+        assert [row["step"] for row in read(path)] == list(range(1, 2000))
 
 
 def test_nothing_is_rewritten_when_all_of_it_counts(tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 import asyncio
 import dataclasses
 import functools
+import threading
 import time
 
 import pytest
 
-from forge_async.core.errors import ConfigError, PolicyError, WeightsError
+from forge_async.core.errors import ConfigError, FingerprintError, PolicyError, WeightsError
 from forge_async.core.versions import PolicyVersion
 from forge_async.policy.concurrency import ConcurrencyLimit
 from forge_async.policy.service import RequestService
@@ -188,6 +189,65 @@ async def test_generation_goes_on_with_the_old_version_when_a_pull(mode, how):
         assert (await pull(service)).mode == mode
         (result,) = await service.generate([request("b", max_new_tokens=2)])
         assert runs(result.completions) == [(9, 4)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("gives_up", [False, True])
+async def test_weights_that_do_not_stand_the_check_make_no_token(mode, gives_up):
+    """Whether the puller hears of it or gave up meanwhile, and whatever its callers go on to ask for."""
+    engine, checking, may_fail = GatedEngine(), threading.Event(), threading.Event()
+
+    def check(engine):
+        checking.set()
+        assert may_fail.wait(10)
+        raise FingerprintError("policy_0 pulled policy@0.9, but table.weight differs; it must not serve.")
+
+    async def bad_pull():
+        async with service.pulling():
+            await service.swap(tables(), NEW, check)
+
+    async with serving(engine, swap=mode) as service:
+        await generating(service, engine)
+        pulling = asyncio.create_task(bad_pull())
+        engine.let(50)
+        await until(checking.is_set)
+        waiting = service.submit([request("waits")])
+        if gives_up:
+            pulling.cancel()
+        may_fail.set()
+        with pytest.raises(asyncio.CancelledError if gives_up else FingerprintError):
+            await pulling
+        with pytest.raises(FingerprintError, match="table.weight differs"):
+            await service.collect(waiting, 3600.0)
+        with pytest.raises(PolicyError, match="serves no more: policy_0 pulled policy@0.9, but table.weight differs"):
+            await service.generate([request("b")])
+        with pytest.raises(PolicyError, match="serves no more"):
+            await service.between_steps(lambda engine: engine.version)
+        with pytest.raises(PolicyError, match="serves no more"):
+            await pull(service)
+        log = [call for call, _ in engine.log]
+        assert log[log.index("load") :] == ["load"]
+        assert not service.take_stats().swaps
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_weights_never_go_back(mode):
+    """Not to an older step, and not to a dead incarnation; a new one may begin with an older step."""
+    engine, restored = FakeEngine(), PolicyVersion(incarnation=1, step=4)
+    async with serving(engine, swap=mode) as service:
+        for version in (PolicyVersion(step=7), NEW, NEW, PolicyVersion(step=8), restored, PolicyVersion(step=99)):
+            if version.precedes(engine.version):
+                with pytest.raises(WeightsError, match=f"{version} is older than {engine.version}, which is served"):
+                    await pull(service, version=version)
+            else:
+                await pull(service, version=version)
+            (result,) = await service.generate([request("a", max_new_tokens=1, num_samples=1)])
+            made = result.completions.versions
+            assert (made.incarnations.tolist(), made.steps.tolist()) == (
+                [engine.version.incarnation],
+                [engine.version.step],
+            )
+        assert calls(engine, "load") == [7, 9, 9, 4]
 
 
 async def test_a_drain_that_is_called_off_while_it_waits_does_not_swap_later():

@@ -190,7 +190,7 @@ def test_a_resumed_run_goes_on_with_the_bound_that_was_in_force(tmp_path) -> Non
     state.set_max_staleness(7)
     for cap, expected in ((8, 5), (3, 3)):
         resumed = ReplayState.resume(
-            Journal.read(journal.path),
+            list(Journal.read(journal.path)),
             step=1,
             incarnation=1,
             settings=AsyncSettings(max_staleness="auto", max_staleness_cap=cap),

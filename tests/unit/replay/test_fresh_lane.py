@@ -135,7 +135,7 @@ def test_a_resumed_run_keeps_the_fresh_lane_or_does_without(tmp_path, fraction: 
     state = replay(journal=journal)
     state.admit("r0", 100)
     state = ReplayState.resume(
-        Journal.read(journal.path),
+        list(Journal.read(journal.path)),
         step=0,
         incarnation=1,
         settings=AsyncSettings(fresh_fraction=fraction, max_staleness=2),

@@ -89,6 +89,30 @@ def test_a_try_that_is_no_longer_awaited_frees_nothing():
     assert len(state.admit("a", 8)) == 2 and state.admit("a", 8) == []
 
 
+def test_groups_whose_tokens_are_made_outlive_their_replica():
+    state = replay()
+    made, lost = state.admit("a", 8)
+    state.generated(tries([made]))
+    state.remove_replica("a")
+    assert state.ledger.waiting() == [lost.index], "only the rewards of the other are awaited"
+    assert f"group {made.index} (made by a replica that is gone, being scored)" in state.why_no_batch()
+    state.ledger.check(deep=True)
+    state.add_replica("a", 0)
+    assert [one.index for one in state.admit("a", 8)] == [lost.index, 2]
+    assert state.put([make_group(made.index, made.prompt_id, [[0]])]) == 1
+    state.ledger.check(deep=True)
+
+
+def test_a_made_group_that_is_not_scored_after_all_waits_again():
+    state = replay()
+    made, _ = state.admit("a", 8)
+    state.generated(tries([made]))
+    state.remove_replica("a")
+    assert state.retry(made.index, "reward_timeout", made.attempt)
+    assert made.index in state.ledger.waiting()
+    state.ledger.check(deep=True)
+
+
 def test_nothing_is_held_back_at_s_0_nor_for_one_replica_nor_of_fresh_groups():
     assert indices(replay(max_staleness=0).admit("a", 8)) == [0, 2, 4, 6]
     assert len(replay(at_once=None).admit("a", 8)) == 8

@@ -26,7 +26,7 @@ ALL_KINDS = [
     ev.Trained(step=0),
     ev.Published(step=1),
     ev.ReplicaJoined(replica="r", step=0),
-    ev.ReplicaLeft(replica="r"),
+    ev.ReplicaLeft(replica="r", made=(0, 2)),
     ev.Pulled(replica="r", step=1),
     ev.Restored(step=1, incarnation=1, num_attempts=3, failed_tries=((4, 1), (6, 2))),
     ev.Closed(reason="done"),
@@ -41,7 +41,7 @@ def test_every_kind_of_event_survives_the_file(tmp_path) -> None:
     journal.append(ALL_KINDS[5:])
     journal.close()
     journal.close()
-    assert Journal.read(path) == ALL_KINDS
+    assert list(Journal.read(path)) == ALL_KINDS
     assert {type(event) for event in ALL_KINDS} == set(ev.Event.__args__)
 
 
@@ -66,11 +66,26 @@ def test_a_torn_last_line_is_cut_off(tmp_path, torn: bytes) -> None:
     journal.close()
     with path.open("ab") as file:
         file.write(torn)
-    assert Journal.read(path) == ALL_KINDS
+    assert list(Journal.read(path)) == ALL_KINDS
     journal = Journal.open(path)
     journal.append([ev.Trained(step=1)])
     journal.close()
-    assert Journal.read(path) == [*ALL_KINDS, ev.Trained(step=1)]
+    assert list(Journal.read(path)) == [*ALL_KINDS, ev.Trained(step=1)]
+
+
+def test_a_replica_that_left_before_made_groups_were_told_apart_had_none(tmp_path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"schema":1,"event":"replica_left","replica":"r"}\n')
+    assert list(Journal.read(path)) == [ev.ReplicaLeft(replica="r")]
+
+
+def test_events_are_read_one_by_one(tmp_path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text("\n".join([ev.to_line(ALL_KINDS[0]), "damaged", ev.to_line(ALL_KINDS[1])]) + "\n")
+    events = Journal.read(path)
+    assert next(events) == ALL_KINDS[0], "what comes later was not looked at yet"
+    with pytest.raises(ForgeError, match="line 2"):
+        next(events)
 
 
 def test_damage_in_the_middle_names_file_and_line(tmp_path) -> None:
@@ -96,7 +111,7 @@ def test_a_whole_line_that_is_no_known_event_is_refused_even_at_the_end(tmp_path
     path = tmp_path / "events.jsonl"
     path.write_text(json.dumps(record) + "\n")
     with pytest.raises(ForgeError, match=words):
-        Journal.read(path)
+        list(Journal.read(path))
 
 
 @pytest.mark.parametrize(("policy", "num"), [("always", 2), ("step", 1), ("never", 0)])

@@ -9,7 +9,7 @@ from forge_async.core.records import PromptId
 from forge_async.replay import events as ev
 from forge_async.replay import ledger as ledger_module
 from forge_async.replay.entry import Effect, State
-from forge_async.replay.history import surviving
+from forge_async.replay.history import failed_tries, surviving
 from forge_async.replay.ledger import Ledger
 
 
@@ -78,6 +78,15 @@ def test_a_contradiction_is_named_and_changes_nothing(history, event, words: str
     with pytest.raises(StalenessError, match=words):
         ledger.apply(event)
     assert ledger == Ledger.replay(history)
+
+
+def test_a_try_is_lost_with_its_replica_only_before_its_tokens_are_made() -> None:
+    history = [JOINED, admitted(0), admitted(1), started(0), started(1), ev.ReplicaLeft(replica="r", made=(0,))]
+    assert failed_tries([*history, ev.Closed(reason="stop")]) == {1: 1}
+    assert failed_tries(history) == {0: 1, 1: 1}, "a crash loses what was being scored"
+    ledger = Ledger.replay(history)
+    assert ledger.waiting() == [1] and ledger.counts[State.IN_FLIGHT] == 1
+    ledger.check(deep=True)
 
 
 @pytest.mark.parametrize("outcome", ["failed", "expired", "cancelled"])

@@ -198,7 +198,7 @@ def test_at_zero_a_resumed_run_admits_as_if_it_had_never_stopped(tmp_path) -> No
 
 def resume(journal: Journal, step: int, num: int = 2, incarnation: int = 1, replicas: int = 2, **dials) -> ReplayState:
     state = ReplayState.resume(
-        Journal.read(journal.path),
+        list(Journal.read(journal.path)),
         step=step,
         incarnation=incarnation,
         settings=AsyncSettings(**dials),

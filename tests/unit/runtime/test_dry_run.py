@@ -46,6 +46,19 @@ def test_a_reference_service_is_placed_by_itself(tmp_path: Path) -> None:
     assert "read only" not in describe(tiny(tmp_path, **{"objective.kl_weight": 0.1}))
 
 
+def test_a_reference_service_of_a_cluster_is_on_hosts_of_its_own_or_on_the_first_of_the_learners(
+    tmp_path: Path,
+) -> None:
+    values = {"objective.kl_weight": 0.1, "reference.placement": "service", "job.kind": "slurm"}
+    one = describe(tiny(tmp_path / "a", **values))
+    assert "1 slurm host (learner)" in line(one, "reference") and "where: the first of the learner's hosts" in one
+    many = describe(tiny(tmp_path / "b", **values, **{"job.learner_hosts": 2, "learner.ranks": 2}))
+    assert "the first of 2 slurm hosts (learner)" in line(many, "reference")
+    own = describe(tiny(tmp_path / "c", **values, **{"job.reference_hosts": 2, "reference.ranks": 4}))
+    assert "2 slurm hosts (reference)" in line(own, "reference")
+    assert "  reference:\n    hosts: 2\n    processes_per_host: 2\n" in own
+
+
 def test_sizes_come_from_the_models_folder(tmp_path: Path) -> None:
     text = describe(tiny(tmp_path))
     assert "105,024 parameters" in text and "prompts of up to 5 tokens" in text

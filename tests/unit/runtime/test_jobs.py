@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -80,6 +81,32 @@ sbatch:
 - --account=mine
 """
 
+REFERENCE_TEXT = """\
+  reference:
+    hosts: 2
+    processes_per_host: 3
+controller: this host
+---
+SlurmJob:
+  meshes:
+    learner: 1
+    policy: 2
+    reference: 2
+"""
+
+BESIDE_THE_LEARNER_TEXT = """\
+  reference:
+    where: the first of the learner's hosts
+    processes: 2
+controller: this host
+---
+SlurmJob:
+  meshes:
+    learner: 1
+    policy: 2
+  job_name: qwen
+"""
+
 KUBERNETES_TEXT = """\
 job: kubernetes
 name: qwen-3
@@ -146,6 +173,17 @@ def test_a_slurm_job_is_described_word_for_word():
     assert jobs.describe(SLURM, learner_procs=8, policy_procs=8) == SLURM_TEXT
 
 
+def test_a_reference_service_has_hosts_of_its_own_or_a_place_on_the_learners():
+    own = jobs.describe(dataclasses.replace(SLURM, reference_hosts=2), policy_procs=2, reference_procs=6)
+    assert REFERENCE_TEXT in own and "--nodes=5" in own
+    beside = jobs.describe(SLURM, policy_procs=2, reference_procs=2)
+    assert BESIDE_THE_LEARNER_TEXT in beside and "--nodes=3" in beside
+    pods = jobs.describe(dataclasses.replace(KUBERNETES, reference_hosts=3), policy_procs=2, reference_procs=3)
+    learner, _, reference = list(yaml.safe_load_all(pods))[1:]
+    assert (reference["metadata"]["name"], reference["spec"]["replicas"]) == ("qwen3reference", 3)
+    assert reference["spec"]["podTemplate"] == learner["spec"]["podTemplate"]
+
+
 def test_a_kubernetes_job_is_described_word_for_word():
     text = jobs.describe(KUBERNETES, learner_procs=4, policy_procs=2)
     assert text.startswith(KUBERNETES_TEXT)
@@ -159,7 +197,19 @@ def test_a_kubernetes_job_is_described_word_for_word():
     [
         (JobSettings(kind="kubernetes"), {}, "job.image is empty"),
         (JobSettings(kind="kubernetes", image="x", name="3"), {}, "job.name=3 makes no Kubernetes name"),
+        (
+            dataclasses.replace(KUBERNETES, name="n" * 55, reference_hosts=1),
+            {"policy_procs": 2},
+            "use at most 54 letters",
+        ),
         (JobSettings(learner_hosts=2), {}, "job.learner_hosts=2 and job.policy_hosts=1 must be 1"),
+        (JobSettings(reference_hosts=1), {}, "job.kind=local has no job.reference_hosts=1; use 0, or"),
+        (JobSettings(kind="process", reference_hosts=2), {}, "job.reference_hosts=2; use 1 or 0, or"),
+        (
+            dataclasses.replace(SLURM, reference_hosts=2),
+            {"policy_procs": 2, "reference_procs": 3},
+            "3 reference processes do not spread evenly over job.reference_hosts=2",
+        ),
         (SLURM, {"policy_procs": 3}, "3 policy processes do not spread evenly over job.policy_hosts=2"),
         (SLURM, {"learner_procs": 9, "policy_procs": 2}, "9 learner processes a host need a GPU each"),
     ],
@@ -194,7 +244,9 @@ def in_a_process_of_its_own(code, **environment):
 
 
 @pytest.mark.stack
-def test_monarch_asks_sbatch_for_what_is_described(tmp_path):
+@pytest.mark.parametrize("reference_hosts", [0, 2])
+def test_monarch_asks_sbatch_for_what_is_described(tmp_path, reference_hosts):
+    settings = dataclasses.replace(SLURM, reference_hosts=reference_hosts)
     sbatch = tmp_path / "sbatch"
     sbatch.write_text(f'#!/bin/sh\ncat > "{tmp_path}/script"\necho Submitted batch job 7\n')
     sbatch.chmod(0o755)
@@ -203,14 +255,14 @@ def test_monarch_asks_sbatch_for_what_is_described(tmp_path):
         import os
         from forge_async.config.job import JobSettings
         from forge_async.runtime import jobs
-        job = jobs.build({SLURM!r}, log_dir="logs")
-        job._submit_slurm_job(3)
+        job = jobs.build({settings!r}, log_dir="logs")
+        job._submit_slurm_job(sum(job._meshes.values()))
         print(os.getpid())
         """,
         PATH=f"{tmp_path}:{os.environ['PATH']}",
     ).strip()
     asked = [line[8:] for line in (tmp_path / "script").read_text().splitlines() if line.startswith("#SBATCH ")]
-    assert asked == [directive.replace("<pid>", pid) for directive in jobs.sbatch_directives(SLURM, "logs")]
+    assert asked == [directive.replace("<pid>", pid) for directive in jobs.sbatch_directives(settings, "logs")]
 
 
 @pytest.mark.stack
