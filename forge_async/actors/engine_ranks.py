@@ -128,7 +128,14 @@ class OwnRanks:
         """Monarch's, of this actor: the engine's thread has none, and would pass for a client of its own."""
 
     @classmethod
-    async def start(cls, name: str, policy: PolicySettings, hosts: Hosts | None, gpus: tuple[int, ...]) -> OwnRanks:
+    async def start(
+        cls,
+        name: str,
+        policy: PolicySettings,
+        hosts: Hosts | None,
+        gpus: tuple[int, ...],
+        shared_gpus: tuple[int, ...] = (),
+    ) -> OwnRanks:
         """Start the processes; the engine builds its model in them.
 
         Args:
@@ -136,9 +143,12 @@ class OwnRanks:
             policy: how many, and whether they compile.
             hosts: the host of the replica; None: this one.
             gpus: one for each rank; empty: none.
+            shared_gpus: what every rank sees beside its own.
         """
         num_ranks = policy.tensor_parallel
-        options = EngineRank.options(mesh_name=f"{name}_ranks", procs=num_ranks, hosts=hosts, gpus=gpus)
+        options = EngineRank.options(
+            mesh_name=f"{name}_ranks", procs=num_ranks, hosts=hosts, gpus=gpus, shared_gpus=shared_gpus
+        )
         return cls(await options.as_actor(Process.current(), num_ranks, policy.compile))
 
     async def connect(self, store_handle: bytes) -> None:

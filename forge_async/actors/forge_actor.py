@@ -106,6 +106,8 @@ class Options:
     """With GPUs, how many each process gets."""
     gpus: tuple[int, ...] = ()
     """These GPUs of the host, one for each process, in place of free ones: its own, that an actor hands on."""
+    shared_gpus: tuple[int, ...] = ()
+    """GPUs of the host that each process sees after its own, whoever else has them."""
     mesh_name: str | None = None
     """What errors, logs and processes call it; None: the class's name in lower case."""
     spmd: bool = False
@@ -165,6 +167,7 @@ async def spawn(options: Options, args: tuple[Any, ...], kwargs: Mapping[str, An
         procs=options.procs,
         gpus_each=options.gpus_each if options.with_gpus else 0,
         gpus=options.gpus,
+        shared_gpus=options.shared_gpus,
         env=options.env,
         timeout_s=options.start_timeout_s,
     )

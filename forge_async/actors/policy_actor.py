@@ -93,7 +93,8 @@ class PolicyActor(ForgeActor):
     async def setup(self) -> None:
         if self._policy.tensor_parallel > 1:
             gpus = tuple(int(each) for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each)
-            self._ranks = await OwnRanks.start(self._name, self._policy, self._hosts, gpus)
+            own = gpus[: self._policy.tensor_parallel]
+            self._ranks = await OwnRanks.start(self._name, self._policy, self._hosts, own, self._weights.gpus)
             self._watching = asyncio.create_task(self._end_with_ranks(self._ranks.handle))
         await self._service.start()
         if self._store is not None:

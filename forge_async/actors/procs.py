@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,11 +154,13 @@ class Procs:
         timeout_s: float,
         gpus_each: int = 0,
         gpus: tuple[int, ...] = (),
+        shared_gpus: tuple[int, ...] = (),
     ) -> Procs:
         """Start `procs` processes on each of `hosts`, and wait until all answer.
 
         Each process sees `gpus_each` of its host's GPUs, the lowest that no other mesh of this process holds, or one of
-        those `gpus` that are given (this path has not been run on a machine with GPUs); otherwise it sees none.
+        those `gpus` that are given (this path has not been run on a machine with GPUs), and after its own the
+        `shared_gpus`; otherwise it sees none.
         """
         taken = _take_gpus(hosts, procs * gpus_each) if gpus_each and not gpus else ()
         variables = {
@@ -168,8 +170,9 @@ class Procs:
             **hosts.env,
             **env,
         }
+        visible = visible_gpus(gpus or taken, procs, shared_gpus)
         mesh = hosts.mesh.spawn_procs(
-            per_host={PROCS: procs}, name=_safe(name), bootstrap_command=_bootstrap(variables, gpus or taken, procs)
+            per_host={PROCS: procs}, name=_safe(name), bootstrap_command=_bootstrap(variables, visible)
         )
         log_stem = str(Path(hosts.log_dir) / _safe(name)) if hosts.log_dir else ""
         self = cls(name, hosts, mesh, mesh.spawn("pulse", Pulse, log_stem), taken)
@@ -241,13 +244,18 @@ def _import_path() -> str:
     return os.pathsep.join(entry or os.getcwd() for entry in sys.path if not entry.startswith(installed))  # noqa: PTH109
 
 
-def _bootstrap(variables: Mapping[str, str], gpus: tuple[int, ...], procs: int) -> Callable[[Any], BootstrapCommand]:
-    base: Any = default_bootstrap_cmd()
+def visible_gpus(gpus: tuple[int, ...], procs: int, shared: tuple[int, ...]) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES says in each process of a host: its own GPUs first, then those that all share."""
     each = len(gpus) // procs
+    own = [gpus[number * each : (number + 1) * each] for number in range(procs)]
+    return [",".join(map(str, dict.fromkeys((*some, *shared)))) for some in own]
+
+
+def _bootstrap(variables: Mapping[str, str], visible: Sequence[str]) -> Callable[[Any], BootstrapCommand]:
+    base: Any = default_bootstrap_cmd()
 
     def command(point: Any) -> BootstrapCommand:
-        visible = ",".join(map(str, gpus[point[PROCS] * each : (point[PROCS] + 1) * each]))
-        env = {**base.env, "CUDA_VISIBLE_DEVICES": visible, **variables}
+        env = {**base.env, "CUDA_VISIBLE_DEVICES": visible[point[PROCS]], **variables}
         return BootstrapCommand(base.program, base.arg0, base.args, env)
 
     return command

@@ -27,7 +27,8 @@ from forge_async.actors.liveness import Process
 from forge_async.backends.broadcast_group import Meeting, Wire, broadcast, join_group, leave
 from forge_async.core.errors import ForgeError, one_sentence
 from forge_async.weights.audience import Audience
-from forge_async.weights.inbox import Inbox, WarmMemory
+from forge_async.weights.inbox import Inbox
+from forge_async.weights.warm_memory import WarmMemory
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ import torch
 from forge_async.backends.broadcast_ends import BROKEN, Limits, Member, Sender, Sending
 from forge_async.backends.broadcast_group import Meeting
 from forge_async.core.errors import one_sentence
-from forge_async.weights.inbox import WarmMemory
 from forge_async.weights.ports import WeightStore
 from forge_async.weights.transports import BROADCAST
+from forge_async.weights.warm_memory import WarmMemory
 
 log = logging.getLogger(__name__)
 

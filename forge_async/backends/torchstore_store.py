@@ -1,23 +1,21 @@
-"""torchstore 0.1.2 behind the weight plane's port, with shared memory on one host and messages elsewhere.
+"""torchstore 0.1.2 behind the weight plane's port, with memory segments that clients reach, and messages elsewhere.
 
 A volume and its buffers are torchstore's own, extended where it lets them be: `TransportBuffer` says how a tensor
 travels, `StorageVolume` gets memory segments, and endpoints for many keys at once (a call costs a millisecond). There
 is one volume, so its keys are asked of it and not of torchstore's controller: one call instead of three.
 
-Segments are anonymous files (memfd) of the store's process, which clients of the same host open through /proc. They
-have no name that could be left behind: the kernel frees them when the store and all who map them are gone, killed or
-not.
+What segments are made of is a `Memory`. Clients of the store's host open them (`MappedStore`), those of other hosts
+write and read them by RDMA (`rdma_store.py`), or have the bytes sent in messages (`TorchstoreStore`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import itertools
-import mmap
+import math
 import os
-import warnings
+import time
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -26,10 +24,12 @@ from typing import Any, TypeVar
 import torch
 
 from forge_async.actors.liveness import Process, Watch
+from forge_async.backends.segment_memory import Access, Mappings, Memory
 from forge_async.core.clock import within
+from forge_async.core.errors import WeightsError
 from forge_async.core.packages import require
 from forge_async.weights.segments import Segment, SegmentPool
-from forge_async.weights.transports import RPC, SHM, Transport
+from forge_async.weights.transports import RPC, Transport
 
 os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(10 * 2**30))
 require("torchstore", feature="the weight store")
@@ -46,67 +46,27 @@ INLINE_BYTES = 32 << 10
 """Below this a blob travels inside the message even on one host: a segment costs two more calls."""
 
 
-class Mappings:
-    """Segments as this process has them mapped. Mapping costs a fault a page, so it lasts as long as the segment."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[tuple[int, bool], torch.Tensor] = {}
-
-    def tensor(self, segment: Segment, *, writable: bool = False) -> torch.Tensor:
-        """The segment's memory, uint8. What is not writable ends the process that writes to it."""
-        key = (segment.id, writable)
-        if key not in self._tensors:
-            self._tensors[key] = _mapped(segment, writable)
-        return self._tensors[key]
-
-    def keep(self, live: frozenset[int]) -> None:
-        """Let go of segments that are not among these ids."""
-        for key in [key for key in self._tensors if key[0] not in live]:
-            del self._tensors[key]
-
-
-def _mapped(segment: Segment, writable: bool) -> torch.Tensor:
-    descriptor = os.open(segment.path, os.O_RDWR if writable else os.O_RDONLY)
-    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    populate = getattr(mmap, "MAP_POPULATE", 0)
-    try:
-        memory = mmap.mmap(descriptor, segment.num_bytes, flags=mmap.MAP_SHARED | populate, prot=protection)
-    finally:
-        os.close(descriptor)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def create_segment(number: int, num_bytes: int) -> tuple[Segment, int]:
-    """A new segment of this process and its descriptor, its pages allocated."""
-    descriptor = os.memfd_create(f"forge_async-weights-{number}", os.MFD_CLOEXEC)
-    os.posix_fallocate(descriptor, 0, num_bytes)
-    path = f"/proc/{os.getpid()}/fd/{descriptor}"
-    return Segment(id=number, num_bytes=num_bytes, path=path), descriptor
-
-
 class SegmentBuffer(TransportBuffer):
-    """A tensor that stays where it is: only the segment's address travels."""
+    """A tensor in a segment, which stays there: only the segment's address travels."""
 
     finalize = True
 
     def __init__(self, segment: Segment, num_bytes: int) -> None:
         self.segment, self.num_bytes = segment, num_bytes
+        self.memory: torch.Tensor | None = None
+        """The segment's, in the store's process."""
 
     def allocate(self, tensor_like: Any) -> None:
         """Nothing: the segment is there."""
 
     async def read_into(self, tensor: torch.Tensor | None = None) -> torch.Tensor:
-        """The bytes, as a view of the segment, or copied into `tensor`."""
-        held = _mappings().tensor(self.segment)[: self.num_bytes]
+        """In the store's process: the bytes, as a view of the segment, or copied into `tensor`."""
+        assert self.memory is not None, "read where the segment is not"
+        held = self.memory[: self.num_bytes]
         return held if tensor is None else tensor.copy_(held)
 
-
-@functools.cache
-def _mappings() -> Mappings:
-    """This process's own."""
-    return Mappings()
+    async def write_from(self, tensor: torch.Tensor | None) -> None:
+        """Nothing: what the store would write is there already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,41 +79,47 @@ class _Answer:
 
 
 class Volume(StorageVolume):
-    """torchstore's volume, with many keys a call, and segments that clients of this host map."""
+    """torchstore's volume, with many keys a call, and segments that clients reach."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Memory) -> None:
         super().__init__(SingletonStrategy.get_volume_id)
-        self._numbers = itertools.count()
-        self._descriptors: dict[int, int] = {}
-        self._pool = SegmentPool(self._create, self._destroy, Process.is_running)
+        self._memory, numbers = memory, itertools.count()
+        self._pool = SegmentPool(
+            lambda num_bytes: memory.create(next(numbers), num_bytes), memory.destroy, _may_run, time.monotonic
+        )
         self._sizes: dict[str, int] = {}
 
     @endpoint
-    async def reserve(self, num_bytes: int, writer: Process) -> tuple[Segment, frozenset[int]]:
-        """A segment for `writer` to fill, and the ids of all segments."""
-        segment = await asyncio.to_thread(self._pool.reserve, num_bytes, writer)
+    async def reserve(self, num_bytes: int, writer: Process, hold_s: float) -> tuple[Segment, frozenset[int]]:
+        """A segment for `writer` to fill within `hold_s`, and the ids of all segments."""
+        segment = await asyncio.to_thread(self._pool.reserve, num_bytes, writer, hold_s)
         return segment, self._pool.live
 
     @endpoint
-    async def put_many(self, items: Sequence[tuple[str, TransportBuffer, Request]]) -> None:
-        """Store values in their order."""
+    async def put_many(self, items: Sequence[tuple[str, TransportBuffer, Request]]) -> str | None:
+        """Store values in their order. Stops at a key whose segment its writer does not hold any more, and names it."""
         for key, buffer, request in items:
             if isinstance(buffer, SegmentBuffer):
-                self._pool.bind(buffer.segment.id, key)
+                try:
+                    self._pool.bind(buffer.segment.id, key)
+                except KeyError:
+                    return key
                 self._sizes[key] = buffer.num_bytes
+                buffer.memory = self._memory.tensor(buffer.segment)
             else:
                 self._pool.unbind(key)
                 self._sizes.pop(key, None)
             await self.store.put(key, buffer, request)
+        return None
 
     @endpoint
-    async def get_many(self, keys: Sequence[str], reader: Process | None) -> _Answer:
-        """What is stored. A reader of this host names itself and leases the segments; others get the bytes."""
+    async def get_many(self, keys: Sequence[str], reader: Process | None, hold_s: float) -> _Answer:
+        """What is stored. A reader that reaches segments names itself and leases them; others get the bytes."""
         stored: Any = self.store
         missing = next((key for key in keys if key not in stored.kv), None)
         if missing is not None:
             return _Answer(buffers=[], live=self._pool.live, missing=missing)
-        buffers = [await self.store.get(key, self._buffer(key, reader), Request()) for key in keys]
+        buffers = [await self.store.get(key, self._buffer(key, reader, hold_s), Request()) for key in keys]
         return _Answer(buffers=buffers, live=self._pool.live)
 
     @endpoint
@@ -182,25 +148,15 @@ class Volume(StorageVolume):
         """Memory of all segments."""
         return self._pool.num_bytes
 
-    def _buffer(self, key: str, reader: Process | None) -> TransportBuffer:
+    def _buffer(self, key: str, reader: Process | None, hold_s: float) -> TransportBuffer:
         if reader is None or key not in self._sizes:
             return MonarchTransportBuffer()
-        return _Lent(self._pool.lease(key, reader), self._sizes[key])
-
-    def _create(self, num_bytes: int) -> Segment:
-        segment, self._descriptors[segment.id] = create_segment(next(self._numbers), num_bytes)
-        return segment
-
-    def _destroy(self, segment: Segment) -> None:
-        os.close(self._descriptors.pop(segment.id))
-        _mappings().keep(frozenset(self._descriptors))
+        return SegmentBuffer(self._pool.lease(key, reader, hold_s), self._sizes[key])
 
 
-class _Lent(SegmentBuffer):
-    """A leased segment on its way to a reader: what the volume would write into it is there already."""
-
-    async def write_from(self, tensor: torch.Tensor | None) -> None:
-        """Nothing."""
+def _may_run(process: Process) -> bool:
+    """Whether a process runs, for all that can be seen from here."""
+    return not process.is_local or process.is_running()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,9 +168,9 @@ class StoreAddress:
     process: Process
 
 
-async def start_volume() -> StoreAddress:
-    """Spawn the volume in the calling actor's process."""
-    volume = this_proc().spawn("torchstore_volume", Volume)
+async def start_volume(memory: Memory) -> StoreAddress:
+    """Spawn the volume in the calling actor's process. `memory`: what its segments are made of, none of them yet."""
+    volume = this_proc().spawn("torchstore_volume", Volume, memory)
     await volume.get_id.call_one()
     return StoreAddress(volume=volume, process=Process.current())
 
@@ -238,7 +194,12 @@ class TorchstoreStore:
 
     async def put(self, items: Mapping[str, Any]) -> None:
         prepared = [(key, *(await self._prepared(value))) for key, value in items.items()]
-        await self._call(self._volume.put_many.call_one(prepared))
+        lost = await self._call(self._volume.put_many.call_one(prepared))
+        if lost is not None:
+            raise WeightsError(
+                f"{lost} was not stored: to write it took longer than weights.timeout_s={self._timeout_s:g}, and its "
+                "memory was taken back; give a longer weights.timeout_s."
+            )
 
     @asynccontextmanager
     async def reading(self, keys: Sequence[str]) -> AsyncIterator[list[Any]]:
@@ -259,8 +220,8 @@ class TorchstoreStore:
         await buffer.write_from(request.tensor_val)
         return buffer, request.meta_only()
 
-    async def _get(self, keys: Sequence[str], reader: Process | None) -> _Answer:
-        answer = await self._call(self._volume.get_many.call_one(list(keys), reader))
+    async def _get(self, keys: Sequence[str], reader: Process | None, hold_s: float = math.inf) -> _Answer:
+        answer = await self._call(self._volume.get_many.call_one(list(keys), reader, hold_s))
         if answer.missing is not None:
             raise KeyError(answer.missing)
         return answer
@@ -273,49 +234,79 @@ class TorchstoreStore:
         return await within(guarded, self._timeout_s, who="The weights", waits_for="an answer", from_whom="the store")
 
 
-class ShmStore(TorchstoreStore):
-    """A client on the store's host: tensors are written and read in segments that both processes have mapped."""
+class SegmentStore(TorchstoreStore):
+    """A client that reaches the store's segments: what is common to all ways of doing so."""
 
-    transport = SHM
-
-    def __init__(self, address: StoreAddress, timeout_s: float = 120.0) -> None:
+    def __init__(self, address: StoreAddress, timeout_s: float, hold_s: float) -> None:
+        """`hold_s`: longest time for which it holds a segment; inf where the store sees whether it still runs."""
         super().__init__(address, timeout_s)
-        self._mappings = Mappings()
-        self._own = dataclasses.replace(Process.current(), rank=0)
-        self._reserved: dict[int, Segment] = {}
+        self._own, self._hold_s = dataclasses.replace(Process.current(), rank=0), hold_s
 
-    async def reserve(self, num_bytes: int) -> torch.Tensor:
-        if num_bytes < INLINE_BYTES:
-            return await super().reserve(num_bytes)
-        segment, live = await self._call(self._volume.reserve.call_one(num_bytes, self._own))
-        self._mappings.keep(live)
-        whole = await asyncio.to_thread(self._mappings.tensor, segment, writable=True)
-        self._reserved[whole.data_ptr()] = segment
-        return whole[:num_bytes]
-
-    @asynccontextmanager
-    async def reading(self, keys: Sequence[str]) -> AsyncIterator[list[Any]]:
-        answer = await self._get(keys, self._own)
-        leased = [each.segment for each in answer.buffers if isinstance(each, SegmentBuffer)]
-        try:
-            self._mappings.keep(answer.live)
-            yield await self._values(answer.buffers)
-        finally:
-            if leased:  # nobody waits for it; if it fails, the store is dead and has no leases
-                self._volume.release.broadcast([each.id for each in leased], self._own)
+    async def held_bytes(self) -> int:
+        """Memory of all segments of the store."""
+        return await self._call(self._volume.held_bytes.call_one())
 
     async def _prepared(self, value: Any) -> tuple[TransportBuffer, Request]:
         if not isinstance(value, torch.Tensor) or value.numel() < INLINE_BYTES:
             return await super()._prepared(value)
-        if value.data_ptr() not in self._reserved:
-            own = await self.reserve(value.numel())
-            value = await asyncio.to_thread(own.copy_, value)
-        segment = self._reserved.pop(value.data_ptr())
-        return SegmentBuffer(segment, value.numel()), Request()
+        return SegmentBuffer(await self._filled(value), value.numel()), Request()
+
+    async def _filled(self, value: torch.Tensor) -> Segment:
+        """A reserved segment that has these bytes."""
+        raise NotImplementedError
+
+    async def _reserved(self, num_bytes: int) -> tuple[Segment, frozenset[int]]:
+        return await self._call(self._volume.reserve.call_one(num_bytes, self._own, self._hold_s))
+
+    @asynccontextmanager
+    async def _leasing(self, keys: Sequence[str]) -> AsyncIterator[_Answer]:
+        """Enter to get what is stored, with leases that last until the exit."""
+        answer = await self._get(keys, self._own, self._hold_s)
+        leased = [each.segment.id for each in answer.buffers if isinstance(each, SegmentBuffer)]
+        try:
+            yield answer
+        finally:
+            if leased:  # nobody waits for it; if it fails, the store is dead and has no leases
+                self._volume.release.broadcast(leased, self._own)
+
+
+class MappedStore(SegmentStore):
+    """A client on the store's host: tensors are written and read in segments that both processes have open."""
+
+    def __init__(self, address: StoreAddress, timeout_s: float, transport: Transport, access: Access) -> None:
+        super().__init__(address, timeout_s, math.inf)
+        self.transport, self._access = transport, access
+        self._mappings = Mappings(access.open)
+        self._lent: dict[int, Segment] = {}
+
+    async def reserve(self, num_bytes: int) -> torch.Tensor:
+        if num_bytes < INLINE_BYTES:
+            return await super().reserve(num_bytes)
+        segment, live = await self._reserved(num_bytes)
+        self._mappings.keep(live)
+        whole = await asyncio.to_thread(self._mappings.tensor, segment, writable=True)
+        self._lent[whole.data_ptr()] = segment
+        return whole[:num_bytes]
+
+    @asynccontextmanager
+    async def reading(self, keys: Sequence[str]) -> AsyncIterator[list[Any]]:
+        async with self._leasing(keys) as answer:
+            self._mappings.keep(answer.live)
+            try:
+                yield await self._values(answer.buffers)
+            finally:
+                self._access.settle()
 
     async def close(self) -> None:
         await super().close()
         self._mappings.keep(frozenset())
+
+    async def _filled(self, value: torch.Tensor) -> Segment:
+        if value.data_ptr() not in self._lent:
+            own = await self.reserve(value.numel())
+            value = await asyncio.to_thread(own.copy_, value)
+        self._access.settle()
+        return self._lent.pop(value.data_ptr())
 
     async def _values(self, buffers: Sequence[TransportBuffer]) -> list[Any]:
         return [
@@ -324,7 +315,3 @@ class ShmStore(TorchstoreStore):
             else each.objects if each.is_object else await each.read_into(None)
             for each in buffers
         ]  # fmt: skip
-
-    async def held_bytes(self) -> int:
-        """Memory of all segments of the store."""
-        return await self._call(self._volume.held_bytes.call_one())

@@ -15,11 +15,12 @@ from forge_async.weights.chains import DeltaWriter
 from forge_async.weights.plane import WeightPlane
 from forge_async.weights.ports import WeightStore
 from forge_async.weights.settings import WeightsSettings
-from forge_async.weights.transports import SHM, choose
+from forge_async.weights.transports import IPC, RDMA, SHM, choose
 
 if TYPE_CHECKING:
     from forge_async.backends.broadcast_ends import Sending
     from forge_async.backends.broadcast_group import Meeting
+    from forge_async.backends.segment_memory import Memory
     from forge_async.backends.torchstore_store import StoreAddress
 
 
@@ -65,7 +66,7 @@ async def _start(settings: WeightsSettings, folder: str) -> tuple[Any, Callable[
     from forge_async.backends.torchstore_store import start_volume
 
     if settings.transport != "broadcast":
-        return await start_volume(), lambda: None
+        return await start_volume(_memory(settings)), lambda: None
     from forge_async.backends.broadcast_ends import dismiss
     from forge_async.backends.broadcast_group import MeetingPoint
 
@@ -75,7 +76,23 @@ async def _start(settings: WeightsSettings, folder: str) -> tuple[Any, Callable[
         dismiss(point.meeting)
         point.close()
 
-    return (await start_volume(), point.meeting), close
+    return (await start_volume(_memory(settings)), point.meeting), close
+
+
+def _memory(settings: WeightsSettings) -> Memory:
+    """What the segments of a volume are made of."""
+    if settings.transport == "ipc":
+        from forge_async.backends.cuda_memory import CudaMemory
+
+        return CudaMemory(settings.ipc_device)
+    if settings.transport == "rdma":
+        from forge_async.backends.rdma_store import RegisteredMemory, use_backend
+
+        use_backend(settings.rdma_backend)
+        return RegisteredMemory()
+    from forge_async.backends.segment_memory import MemfdMemory
+
+    return MemfdMemory()
 
 
 def open_store(handle: bytes, on_sent: Callable[[Sending], None] | None = None) -> WeightStore:
@@ -99,10 +116,23 @@ def open_store(handle: bytes, on_sent: Callable[[Sending], None] | None = None) 
 
 
 def _open_volume(settings: WeightsSettings, address: StoreAddress) -> WeightStore:
-    from forge_async.backends.torchstore_store import ShmStore, TorchstoreStore
+    from forge_async.backends.torchstore_store import MappedStore, TorchstoreStore
 
-    transport = choose(settings.transport, same_host=address.process.is_local)
-    return (ShmStore if transport == SHM else TorchstoreStore)(address, settings.timeout_s)
+    transport, timeout_s = choose(settings.transport, same_host=address.process.is_local), settings.timeout_s
+    if transport == RDMA:
+        from forge_async.backends.rdma_store import RdmaStore, use_backend
+
+        use_backend(settings.rdma_backend)
+        return RdmaStore(address, timeout_s)
+    if transport == IPC:
+        from forge_async.backends.cuda_memory import CudaAccess
+
+        return MappedStore(address, timeout_s, IPC, CudaAccess())
+    if transport == SHM:
+        from forge_async.backends.segment_memory import MemfdAccess
+
+        return MappedStore(address, timeout_s, SHM, MemfdAccess())
+    return TorchstoreStore(address, timeout_s)
 
 
 def _open_broadcast(

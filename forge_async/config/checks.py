@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 
 from forge_async.config.checks_disk import DISK_CHECKS
 from forge_async.config.checks_job import JOB_CHECKS
-from forge_async.config.not_built import NOT_BUILT
 from forge_async.config.presets import PRESETS
 from forge_async.config.schema import Config
 from forge_async.core.errors import ConfigError
@@ -26,8 +25,8 @@ def check(config: Config) -> None:
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield a sentence for everything that keeps `config` from running: not built, impossible, not on disk."""
-    for test in (*(item.problem for item in NOT_BUILT), *CHECKS, *DISK_CHECKS):
+    """Yield a sentence for everything that keeps `config` from running: impossible, or not on disk."""
+    for test in (*CHECKS, *DISK_CHECKS):
         try:
             problem = test(config)
         except OSError as error:  # a name too long, a folder that may not be looked into

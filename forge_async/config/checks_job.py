@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from forge_async.config.schema import Config
+
+RDMA_DEVICES = Path("/sys/class/infiniband")
+"""Where Linux lists RDMA hardware, of every maker."""
 
 
 def hosts_exist(config: Config) -> str | None:
@@ -91,6 +95,36 @@ def nccl_has_gpus(config: Config) -> str | None:
     return None
 
 
+def ipc_has_one_host(config: Config) -> str | None:
+    """A GPU's memory is shared by the processes of its own host only."""
+    weights, job = config.weights, config.job
+    if weights.transport != "ipc":
+        return None
+    if job.kind not in ("local", "process"):
+        return f"weights.transport=ipc is for one host, and job.kind={job.kind} has more; use weights.transport=auto."
+    if job.gpus_per_host == 0:
+        return "weights.transport=ipc needs a GPU, but job.gpus_per_host=0; use weights.transport=shm."
+    if weights.ipc_device >= job.gpus_per_host:
+        return (
+            f"weights.ipc_device={weights.ipc_device} is not below job.gpus_per_host={job.gpus_per_host}; "
+            "GPUs are counted from 0."
+        )
+    return None
+
+
+def rdma_has_hardware(config: Config) -> str | None:
+    """RDMA needs hardware, which can be looked for where the whole run is on this machine."""
+    weights, job = config.weights, config.job
+    if weights.transport != "rdma" or weights.rdma_backend != "ibverbs" or job.kind not in ("local", "process"):
+        return None
+    if RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir()):
+        return None
+    return (
+        f"weights.rdma_backend=ibverbs needs RDMA hardware, and this machine lists none in {RDMA_DEVICES}; "
+        "use weights.transport=shm, or weights.rdma_backend=tcp to try it without."
+    )
+
+
 def image_is_given(config: Config) -> str | None:
     """Kubernetes starts containers."""
     if config.job.kind == "kubernetes" and not config.job.image:
@@ -112,6 +146,8 @@ JOB_CHECKS: tuple[Callable[[Config], str | None], ...] = (
     hosts_share_equally,
     gpus_suffice,
     nccl_has_gpus,
+    ipc_has_one_host,
+    rdma_has_hardware,
     image_is_given,
     time_limit_reads,
 )

@@ -228,7 +228,7 @@ def _sizes(config: Config, shape: ModelShape | None) -> dict[str, float]:
     policy, learner = config.policy, config.learner
     published = shape.num_parameters * DTYPE_BYTES[policy.dtype]
     # A snapshot; with deltas beside it what was published last, and the one before.
-    copies = 3 if config.weights.makes_deltas(is_shared=config.weights.transport in ("auto", "shm")) else 1
+    copies = 3 if config.weights.makes_deltas(is_shared=config.weights.transport in ("auto", "shm", "ipc")) else 1
     sizes["learner"] += (shape.num_parameters * TRAINING_BYTES + copies * published) / learner.ranks
     sizes["learner"] += _forward_bytes(config, shape)
     where, ranks = ("reference", config.reference.ranks) if config.reference.is_service else ("learner", learner.ranks)

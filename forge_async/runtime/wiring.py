@@ -243,14 +243,21 @@ def _silent_pids(handles: Sequence[ActorHandle]) -> dict[str, int]:
 
 
 async def _start_store(config: Config, placement: Placement, run_dir: Path, limits: dict) -> ActorHandle:
-    options = StoreActor.options(mesh_name="store", hosts=placement.controller, **limits)
+    options = StoreActor.options(
+        mesh_name="store", hosts=placement.controller, shared_gpus=config.weights.gpus, **limits
+    )
     return await options.as_actor(config.weights, str(run_dir / "weights"))
 
 
 async def _start_policy(name: str, number: int, config: Config, folder: Path, placement: Placement, limits: dict):
     hosts, with_gpus = placement.policy.one(number), config.job.gpus_per_host > 0
     options = PolicyActor.options(
-        mesh_name=name, hosts=hosts, with_gpus=with_gpus, gpus_each=config.policy.tensor_parallel, **limits
+        mesh_name=name,
+        hosts=hosts,
+        with_gpus=with_gpus,
+        gpus_each=config.policy.tensor_parallel,
+        shared_gpus=config.weights.gpus,
+        **limits,
     )
     settings, seed = (config.policy, config.weights, PolicyVersion()), config.root.seed
     adapters = {"lora": config.travelling_lora(), "adapters_held": config.adapters_held()}
@@ -271,6 +278,7 @@ async def _start_learner(
         procs=config.learner.ranks // hosts.num_hosts,
         spmd=True,
         with_gpus=config.job.gpus_per_host > 0,
+        shared_gpus=config.weights.gpus,
         **limits,
     )
     return await options.as_actor(plan)

@@ -156,4 +156,4 @@ def rebuild(
 def _apply(part: Part, blob: torch.Tensor, stream: torch.Tensor) -> None:
     if blob.numel() != part.blob_bytes:
         raise DeltaError(f"rank {part.rank}'s blob has {blob.numel()} of {part.blob_bytes} bytes")
-    delta.apply(part, blob, stream)
+    delta.apply(part, blob, stream.cpu())

@@ -1,18 +1,11 @@
-"""What a member of a broadcast has received and nobody has taken yet; and memory that is used again when free."""
+"""What a member of a broadcast has received and nobody has taken yet."""
 
 from __future__ import annotations
 
 import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
-from typing import TYPE_CHECKING, Generic, TypeVar
-
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 KEPT = 2
@@ -81,29 +74,3 @@ class Inbox(Generic[T]):
                     break
                 self._changed.wait(left_s)
             return self._values.pop(number, None)
-
-
-class WarmMemory:
-    """Tensors of memory that is used again when the last of their views is gone: its pages need not be found anew."""
-
-    def __init__(self) -> None:
-        self._spare: deque[np.ndarray] = deque(maxlen=KEPT)
-        """Changed by single operations of the deque only: tensors may end on any thread, in the middle of anything."""
-
-    def take(self, num_bytes: int) -> torch.Tensor:
-        """uint8 [num_bytes], of any contents."""
-        import torch
-
-        memory = self._memory(num_bytes)
-        lent = memory[:]  # the tensor and its views hold this array: its end tells that they are gone
-        weakref.finalize(lent, self._spare.append, memory).atexit = False
-        return torch.from_numpy(lent)
-
-    def _memory(self, num_bytes: int) -> np.ndarray:
-        import numpy as np
-
-        with suppress(IndexError):
-            while (spare := self._spare.popleft()).size != num_bytes:
-                pass
-            return spare
-        return np.empty(num_bytes, np.uint8)

@@ -134,14 +134,17 @@ def pack(local_shards: Iterable[LocalShard], rank: int) -> tuple[Packed, torch.T
 
 
 def digests(part: Part, blob: torch.Tensor) -> bytes:
-    """xxh3-64 of every shard in a rank's blob, 8 bytes each. Releases Python's global lock for large shards."""
+    """xxh3-64 of every shard in a rank's blob, 8 bytes each. Releases Python's global lock for large shards.
+
+    A blob in a GPU's memory is copied to this process's for it.
+    """
     return _digests(part.shards, blob)
 
 
 def _digests(shards: Sequence[Shard], blob: torch.Tensor) -> bytes:
     import xxhash
 
-    flat, hashed = blob.numpy(), xxhash.xxh3_64_intdigest
+    flat, hashed = blob.cpu().numpy(), xxhash.xxh3_64_intdigest
     found = [
         hashed(flat[each.start_bytes : each.start_bytes + each.num_bytes])  # pyright: ignore[reportArgumentType]
         for each in shards
@@ -210,9 +213,10 @@ class Unpacker:
         import torch
 
         transfer = self._transfer
-        if transfer.follow(manifest.layout):
-            self._make_room()
+        is_other = transfer.follow(manifest.layout)
         copies, wanted, sources = transfer.plan.copies, transfer.wanted, transfer.sources(blobs)
+        if is_other:
+            self._make_room(sources)
         moved = [(to, view) for to, view in zip(self._targets, sources, strict=True) if to is not None]
         if moved:
             torch._foreach_copy_([to for to, _ in moved], [view for _, view in moved])
@@ -222,13 +226,17 @@ class Unpacker:
             weights[wanted[copy.wanted].name] = view if own is None else own
         return weights
 
-    def _make_room(self) -> None:
+    def _make_room(self, sources: Sequence[torch.Tensor]) -> None:
+        """Memory beside the blobs, on a GPU if they are."""
         import torch
 
         plan, wanted = self._transfer.plan, self._transfer.wanted
         num_copies = Counter(copy.wanted for copy in plan.copies)
+        devices = {copy.wanted: source.device for copy, source in zip(plan.copies, sources, strict=True)}
         self._own = [
-            torch.empty(box.shape, dtype=getattr(torch, box.dtype)) if num_copies[place] > 1 else None
+            torch.empty(box.shape, dtype=getattr(torch, box.dtype), device=devices[place])
+            if num_copies[place] > 1
+            else None
             for place, box in enumerate(wanted)
         ]
         owns = [self._own[copy.wanted] for copy in plan.copies]

@@ -288,7 +288,8 @@ class WeightPlane:
         def own(rank: int, blob: Any) -> Any:
             if not copies:
                 return blob
-            return warm[rank].copy_(blob) if rank in warm and warm[rank].shape == blob.shape else blob.clone()
+            fits = rank in warm and warm[rank].shape == blob.shape
+            return warm[rank].copy_(blob) if fits else blob.to("cpu", copy=True)
 
         unchecked = dataclasses.replace(manifest, digests=manifest.digests if self._checksums else b"")
         shards = None if self.plan_for is None else self.plan_for(manifest.layout).shards

@@ -10,6 +10,8 @@ TRANSPORTS = ("auto", "rpc", "shm", "rdma", "ipc", "broadcast", "filesystem", "h
 
 BACKENDS = ("gloo", "nccl")
 
+RDMA_BACKENDS = ("ibverbs", "tcp")
+
 DELTA = ("auto", "never", "always")
 
 VERIFY = ("none", "sampled", "full")
@@ -40,6 +42,15 @@ class WeightsSettings:
         unit="s",
         low=0.1,
     )
+    rdma_backend: str = setting(
+        "ibverbs",
+        "rdma: what carries the bytes; ibverbs: RDMA hardware, which every host must have; tcp: sockets, to try it "
+        "without",
+        choices=RDMA_BACKENDS,
+    )
+    ipc_device: int = setting(
+        0, "ipc: number of the GPU, of those of the host, whose memory holds the versions; every process sees it", low=0
+    )
     verify: str = setting(
         "sampled",
         "checksums of shards, made and compared beside generation (none: not at all), and how much of what a replica "
@@ -60,6 +71,11 @@ class WeightsSettings:
     anchor_every: int = setting(
         20, "one in so many versions is published whole, for readers that come late or missed versions", low=1
     )
+
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """The GPUs of the store's host whose memory holds versions: whoever publishes or reads must see them."""
+        return (self.ipc_device,) if self.transport == "ipc" else ()
 
     def makes_deltas(self, *, is_shared: bool) -> bool:
         """Whether a writer publishes deltas.

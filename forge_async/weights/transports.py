@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from forge_async.core.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
@@ -31,6 +33,12 @@ class Transport:
 SHM = Transport(
     name="shm", late_joiners=True, survives_members=True, cross_host=False, is_shared=True, lends_memory=True
 )
+IPC = Transport(
+    name="ipc", late_joiners=True, survives_members=True, cross_host=False, is_shared=True, lends_memory=True
+)
+RDMA = Transport(
+    name="rdma", late_joiners=True, survives_members=True, cross_host=True, is_shared=False, lends_memory=True
+)
 RPC = Transport(name="rpc", late_joiners=True, survives_members=True, cross_host=True, is_shared=False)
 FILESYSTEM = Transport(name="filesystem", late_joiners=True, survives_members=True, cross_host=True, is_shared=False)
 HTTP = Transport(name="http", late_joiners=True, survives_members=True, cross_host=True, is_shared=False)
@@ -39,13 +47,14 @@ BROADCAST = Transport(
 )
 """Of the process group alone neither of the first two would hold: who joins late, or whose group broke, pulls the same
 version over `shm` or `rpc`."""
-BUILT = {each.name: each for each in (SHM, RPC, FILESYSTEM, HTTP, BROADCAST)}
+BUILT = {each.name: each for each in (SHM, IPC, RDMA, RPC, FILESYSTEM, HTTP, BROADCAST)}
 """The transports that there are, by name."""
 
 
 AUTO = (SHM, RPC)
 """What `auto` takes the first suitable of: the fastest comes first. One store serves all of them. Broadcast is not
-among them: on one host shared memory is faster (`bench weights`), and over several hosts nobody has measured it."""
+among them: on one host shared memory is faster (`bench weights`), and over several hosts nobody has measured it. Nor
+are `rdma` and `ipc`: they have not run on the hardware that they are for."""
 
 
 def choose(requested: str, *, same_host: bool, among: Sequence[Transport] = AUTO) -> Transport:
@@ -53,6 +62,14 @@ def choose(requested: str, *, same_host: bool, among: Sequence[Transport] = AUTO
 
     `auto` takes the first of `among` that suits. A client that asks for shared memory from another host gets messages
     too: the store serves both. What `broadcast` is pulled over, when it is, is what `auto` would take.
+
+    Raises ConfigError for a transport that does not reach a client on another host.
     """
-    wanted = among if requested in ("auto", "shm", "broadcast") else [each for each in among if each.name == requested]
-    return next(each for each in wanted if each.suits(same_host=same_host))
+    wanted = among if requested in ("auto", "shm", "broadcast") else (BUILT[requested],)
+    for each in wanted:
+        if each.suits(same_host=same_host):
+            return each
+    raise ConfigError(
+        f"weights.transport={requested} does not leave the store's host, and this process is on another; "
+        "use weights.transport=auto."
+    )

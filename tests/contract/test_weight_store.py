@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import pytest_asyncio
@@ -15,12 +17,14 @@ from forge_async.core.versions import PolicyVersion
 from forge_async.weights.chains import DeltaWriter
 from forge_async.weights.packing import LocalShard, Packer, pack, unpack
 from forge_async.weights.plane import WeightPlane
+from forge_async.weights.segments import Segment
 from forge_async.weights.settings import WeightsSettings
-from forge_async.weights.transports import BUILT
+from forge_async.weights.transports import BUILT, IPC
 from tests.fakes import MemoryStore
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
-KINDS = ["memory", *(pytest.param(name, marks=pytest.mark.stack) for name in BUILT)]
+ON_CPU = [pytest.param(name, marks=pytest.mark.stack) for name in ("far", *BUILT) if name != "ipc"]
+KINDS = ["memory", *ON_CPU, pytest.param("ipc", marks=[pytest.mark.stack, pytest.mark.gpu])]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
@@ -30,21 +34,41 @@ async def backend(request, tmp_path_factory):
         store = MemoryStore()
         yield store, store
         return
-    from forge_async.actors.store_actor import StoreActor
-    from forge_async.backends.weight_stores import open_store
-
     before = shared_memory_files()
-    actor = await StoreActor.options(mesh_name="store").as_actor(
-        WeightsSettings(transport=request.param), str(tmp_path_factory.mktemp("store") / "weights")
-    )
-    handle = await actor.handle.call_one(timeout_s=60)
-    clients = open_store(handle), open_store(handle)
+    actor, clients = await start(request.param, tmp_path_factory.mktemp("store"))
     assert clients[0].transport.name == request.param
     yield clients
     for client in clients:
         await client.close()
     await actor.shutdown()
     assert shared_memory_files() == before
+
+
+async def start(kind, folder):
+    """A store in a process of its own, and two clients of it."""
+    if kind == "far":
+        return await start_far(folder)
+    from forge_async.actors.store_actor import StoreActor
+    from forge_async.backends.weight_stores import open_store
+
+    settings = WeightsSettings(transport=kind, rdma_backend="tcp")
+    actor = await StoreActor.options(mesh_name="store", shared_gpus=settings.gpus).as_actor(
+        settings, str(folder / "weights")
+    )
+    handle = await actor.handle.call_one(timeout_s=60)
+    return actor, (open_store(handle), open_store(handle))
+
+
+async def start_far(folder):
+    """The same with segments that are as a GPU's are to the code around them."""
+    from forge_async.backends.torchstore_store import MappedStore
+    from tests.far_memory import FileAccess
+    from tests.monarch.weight_ends import FarStore
+
+    actor = await FarStore.options(mesh_name="store").as_actor(str(folder))
+    address = await actor.address.call_one(timeout_s=60)
+    transport = replace(IPC, name="far")
+    return actor, tuple(MappedStore(address, 120.0, transport, FileAccess()) for _ in range(2))
 
 
 def shared_memory_files():
@@ -62,7 +86,12 @@ async def store(backend):
 async def get(store, key):
     """A copy of what is stored."""
     async with store.reading([key]) as [value]:
-        return value.clone() if isinstance(value, torch.Tensor) else value
+        return value.cpu().clone() if isinstance(value, torch.Tensor) else value
+
+
+def same(held, wanted):
+    """Whether two tensors are equal, wherever they lie."""
+    return torch.equal(held.cpu(), wanted.cpu())
 
 
 def blob(num_bytes, seed=0):
@@ -89,8 +118,8 @@ async def test_memory_of_the_store_is_filled_and_put(store, num_bytes):
 async def test_another_client_reads_what_this_one_put(backend, store):
     await store.put({"a": blob(1 << 20), "b": blob(10, seed=1)})
     async with backend[1].reading(["b", "a"]) as [small, large]:
-        assert torch.equal(large, blob(1 << 20))
-        assert torch.equal(small, blob(10, seed=1))
+        assert same(large, blob(1 << 20))
+        assert same(small, blob(10, seed=1))
 
 
 async def test_a_key_put_again_has_its_new_value(store):
@@ -106,8 +135,17 @@ async def test_a_slow_reader_keeps_its_bytes_whatever_is_deleted_and_put_meanwhi
         for seed in range(2, 8):
             await store.put({f"v{seed}": blob(1 << 20, seed=seed)})
             await store.delete(f"v{seed - 1}")
-        assert torch.equal(slow, blob(1 << 20, seed=1))
+        assert same(slow, blob(1 << 20, seed=1))
     assert torch.equal(await get(store, "v7"), blob(1 << 20, seed=7))
+
+
+async def test_readings_that_overlap_have_each_their_own_bytes(backend, store):
+    await store.put({f"v{seed}": blob(1 << 20, seed=seed) for seed in range(4)})
+    async with backend[1].reading(["v0", "v1"]) as first, backend[1].reading(["v2", "v3"]) as second:
+        assert all(same(each, blob(1 << 20, seed=seed)) for seed, each in enumerate([*first, *second]))
+        async with backend[1].reading(["v3", "v0"]) as third:
+            assert all(same(each, blob(1 << 20, seed=seed)) for seed, each in zip((3, 0), third, strict=True))
+        assert all(same(each, blob(1 << 20, seed=seed)) for seed, each in enumerate([*first, *second]))
 
 
 async def test_a_blob_without_bytes_is_a_blob_too(store):
@@ -174,7 +212,7 @@ async def test_a_version_travels_whole_and_is_gone_when_retired(backend, store):
     version = PolicyVersion(step=4)
     plane = await publish(store, version, 2.5)
     async with WeightPlane(backend[1]).reading(version) as (manifest, blobs):
-        assert torch.equal(unpack(manifest, blobs)["w"], torch.full((6, COLUMNS), 2.5))
+        assert same(unpack(manifest, blobs)["w"], torch.full((6, COLUMNS), 2.5))
     assert await plane.versions() == [version]
     await plane.retire(version)
     assert [key for key in await store.keys() if not key.startswith("layout/")] == []
@@ -197,7 +235,7 @@ async def test_deltas_lead_to_the_same_bits_and_a_damaged_one_is_told_and_replac
 
     async def read(step):
         async with reader.reading(PolicyVersion(step=step)) as (manifest, blobs):
-            assert torch.equal(unpack(manifest, blobs)["w"].view(torch.int16), weights.view(torch.int16))
+            assert same(unpack(manifest, blobs)["w"].view(torch.int16), weights.view(torch.int16))
         return reader.last_read.num_bytes
 
     for step in range(6):
@@ -236,3 +274,43 @@ async def test_over_two_hundred_versions_keys_bytes_and_memory_stay_flat(backend
 
 def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("backend", [pytest.param("rdma", marks=pytest.mark.stack)], indirect=True, scope="module")
+async def test_a_client_uses_its_memory_again_and_so_need_not_register_it_for_each_version(backend, store):
+    written, read = set(), set()
+    for seed in range(6):
+        mine = await store.reserve(1 << 20)
+        written.add(mine.data_ptr())
+        await store.put({"a": mine.copy_(blob(1 << 20, seed=seed))})
+        async with backend[1].reading(["a"]) as [value]:
+            read.add(value.data_ptr())
+            assert same(value, blob(1 << 20, seed=seed))
+    assert len(written) == 1
+    assert len(read) == 2, "the last one is still at hand when the next one comes"
+
+
+@pytest.mark.stack
+async def test_a_lease_is_given_back_when_what_was_begun_with_it_is_done_and_not_before():
+    from forge_async.actors.liveness import Process
+    from forge_async.backends.torchstore_store import MappedStore, SegmentBuffer, StoreAddress, _Answer
+
+    events, segment = [], Segment(id=7, num_bytes=4096, address="")
+
+    async def get_many(keys, reader, hold_s):
+        return _Answer(buffers=[SegmentBuffer(segment, 10)], live=frozenset({7}))
+
+    volume = SimpleNamespace(
+        get_many=SimpleNamespace(call_one=get_many),
+        release=SimpleNamespace(broadcast=lambda ids, reader: events.append(("released", ids))),
+    )
+    access = SimpleNamespace(
+        open=lambda segment, writable: torch.zeros(segment.num_bytes, dtype=torch.uint8),
+        settle=lambda: events.append("settled"),
+    )
+    client = MappedStore(StoreAddress(volume=volume, process=Process.current()), 10.0, IPC, access)
+    async with client.reading(["a"]) as [value]:
+        assert value.tolist() == [0] * 10
+        assert events == []
+    assert events == ["settled", ("released", [7])]
+    await client.close()

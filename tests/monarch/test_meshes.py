@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from forge_async.actors.forge_actor import ForgeActor, endpoint
+from forge_async.actors.procs import visible_gpus
 from forge_async.config.job import JobSettings
 from forge_async.runtime.meshes import LONGEST_TMP, Placement
 
@@ -112,3 +113,10 @@ def test_a_killed_controller_leaves_no_process_and_no_temporary_file(run_dir):
         time.sleep(0.05)
     assert not (run_dir / "tmp").exists()
     controller.stdout.close()
+
+
+def test_processes_see_their_own_gpus_first_and_then_those_that_all_share():
+    assert visible_gpus((4, 5, 6, 7), 2, ()) == ["4,5", "6,7"]
+    assert visible_gpus((4, 0), 2, (0,)) == ["4,0", "0"]
+    assert visible_gpus((), 2, (0,)) == ["0", "0"]
+    assert visible_gpus((), 1, ()) == [""]

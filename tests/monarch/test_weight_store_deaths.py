@@ -10,14 +10,16 @@ import signal
 import time
 from pathlib import Path
 
+import cloudpickle
 import pytest
 import torch
 
 from forge_async.actors.store_actor import StoreActor
-from forge_async.core.errors import ActorDiedError
+from forge_async.core.errors import ActorDiedError, ConfigError
 from forge_async.core.versions import PolicyVersion
 from forge_async.weights.packing import LocalShard, Packer, unpack
 from forge_async.weights.plane import WeightPlane
+from forge_async.weights.settings import WeightsSettings
 from tests.monarch.weight_ends import Holder
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]
@@ -28,16 +30,19 @@ def filled(value):
     return torch.full((MIB,), value, dtype=torch.uint8)
 
 
-async def start_store():
+RDMA = WeightsSettings(transport="rdma", rdma_backend="tcp")
+
+
+async def start_store(settings=WeightsSettings()):  # noqa: B008  frozen
     from forge_async.backends.weight_stores import open_store
 
-    actor = await StoreActor.options(mesh_name="store").as_actor()
+    actor = await StoreActor.options(mesh_name="store").as_actor(settings)
     return actor, open_store(await actor.handle.call_one(timeout_s=60))
 
 
-async def start_holder(store):
+async def start_holder(store, transport="shm"):
     holder = await Holder.options(mesh_name="holder").as_actor()
-    assert await holder.join.call_one(await store.handle.call_one()) == "shm"
+    assert await holder.join.call_one(await store.handle.call_one()) == transport
     return holder
 
 
@@ -66,6 +71,70 @@ async def test_memory_that_a_dead_reader_or_writer_held_is_used_again_and_a_live
     await actor.shutdown()
 
 
+def test_rdma_without_hardware_is_refused_and_never_goes_over_sockets_by_itself():
+    from monarch.rdma import get_rdma_backend, is_ibverbs_available
+
+    from forge_async.backends.rdma_store import use_backend
+
+    if is_ibverbs_available():
+        pytest.skip("this machine has RDMA hardware")
+    use_backend("tcp")
+    assert get_rdma_backend() == "tcp"
+    with pytest.raises(ConfigError, match=r"^weights\.rdma_backend=ibverbs needs .* weights\.rdma_backend=tcp"):
+        use_backend("ibverbs")
+    assert get_rdma_backend() == "none"
+
+
+async def test_a_dead_reader_of_this_host_holds_nothing_over_rdma_either():
+    actor, store = await start_store(RDMA)
+    holder = await start_holder(actor, "rdma")
+    await store.put({"v1": filled(1)})
+    await holder.lease.call_one("v1")
+    await store.delete("v1")
+    await store.put({"v2": filled(2)})
+    assert await store.held_bytes() == 2 * MIB, "the lease of the living stands"
+    await kill(holder)
+    await store.put({"v3": filled(3)})
+    assert await store.held_bytes() == 2 * MIB
+    await store.close()
+    await actor.shutdown()
+
+
+async def test_a_client_whose_death_cannot_be_seen_holds_memory_for_its_time_only_and_spoils_nobodys_when_it_wakes():
+    """As one on another host: it holds for `weights.timeout_s`, then its registration ends with its memory."""
+    from monarch.rdma import RDMAAction
+    from torchstore.transport.pipe import Request
+
+    from forge_async.backends.rdma_store import RdmaStore
+    from forge_async.backends.torchstore_store import SegmentBuffer
+
+    actor, store = await start_store(RDMA)
+    late = RdmaStore(cloudpickle.loads(await actor.handle.call_one()).address, timeout_s=2.0)
+    await store.put({"v1": filled(1)})
+    async with late._leasing(["v1"]) as answer:
+        reserved, live = await late._reserved(MIB)
+        leased = answer.buffers[0].segment
+        assert {reserved.id, leased.id} <= live
+        await store.delete("v1")
+        async with asyncio.timeout(30):
+            while {reserved.id, leased.id} & live:
+                await store.put({"v2": filled(2), "v3": filled(3)})
+                live = (await store._get(["v2"], None)).live
+        for action in (
+            RDMAAction().write_remote(reserved.address, filled(9)),
+            RDMAAction().read_remote(torch.zeros(MIB, dtype=torch.uint8), leased.address),
+        ):
+            with pytest.raises(Exception, match=r".+"):
+                await late._submit(action)
+        assert await late._volume.put_many.call_one([("v4", SegmentBuffer(reserved, MIB), Request())]) == "v4"
+    assert sorted(await store.keys()) == ["v2", "v3"]
+    async with store.reading(["v2", "v3"]) as values:
+        assert [each.unique().tolist() for each in values] == [[2], [3]]
+    await late.close()
+    await store.close()
+    await actor.shutdown()
+
+
 async def publish(plane, step):
     tensor = torch.full((MIB,), float(step))
     shard = LocalShard(name="w", tensor=tensor, global_shape=(MIB,), offsets=(0,))
@@ -82,9 +151,10 @@ def memory_files_of(pid):
     return found
 
 
-async def test_a_killed_store_is_noticed_leaves_nothing_and_is_repaired_by_publishing_to_another():
+@pytest.mark.parametrize("settings", [WeightsSettings(), RDMA], ids=lambda each: each.transport)
+async def test_a_killed_store_is_noticed_leaves_nothing_and_is_repaired_by_publishing_to_another(settings):
     before = sorted(os.listdir("/dev/shm"))  # noqa: PTH208
-    actor, store = await start_store()
+    actor, store = await start_store(settings)
     plane = WeightPlane(store)
     await publish(plane, 1)
     assert memory_files_of(actor.pids[0])
@@ -103,7 +173,7 @@ async def test_a_killed_store_is_noticed_leaves_nothing_and_is_repaired_by_publi
     gc.collect()
     assert memory_files_of(os.getpid()) == [], "and nothing outlives its last reader"
     assert sorted(os.listdir("/dev/shm")) == before  # noqa: PTH208
-    again, other = await start_store()
+    again, other = await start_store(settings)
     await publish(WeightPlane(other), 2)
     async with WeightPlane(other).reading(PolicyVersion(step=2)) as (manifest, blobs):
         assert unpack(manifest, blobs)["w"].unique().tolist() == [2.0]

@@ -8,6 +8,21 @@ from typing import Any
 from forge_async.actors.forge_actor import ForgeActor, endpoint
 
 
+class FarStore(ForgeActor):
+    """Hosts a volume whose segments are no shared memory."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    @endpoint
+    async def address(self) -> Any:
+        """Where it is. Called once."""
+        from forge_async.backends.torchstore_store import start_volume
+        from tests.far_memory import FileMemory
+
+        return await start_volume(FileMemory(self._folder))
+
+
 class Holder(ForgeActor):
     """A client of the store that keeps a reservation or a lease."""
 
@@ -36,6 +51,11 @@ class Holder(ForgeActor):
         [value] = await self._held.enter_async_context(self._store.reading([key]))
         self._kept.append(value)
         return int(value[0])
+
+    @endpoint
+    async def lease(self, key: str) -> None:
+        """Begin to read a key, and never end."""
+        await self._held.enter_async_context(self._store._leasing([key]))
 
     @endpoint
     async def first_bytes(self) -> list[int]:

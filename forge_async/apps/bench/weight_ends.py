@@ -295,6 +295,7 @@ CARRIERS: dict[str, Callable[[Model, Any, Path], Carrier]] = {
     "filesystem": PlaneCarrier,
     "http": PlaneCarrier,
     "broadcast": PlaneCarrier,
+    "rdma": PlaneCarrier,
     "torchstore_stock": StockCarrier,
     "gloo_per_parameter": GlooCarrier,
     "gloo_buckets": GlooBucketsCarrier,

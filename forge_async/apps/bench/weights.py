@@ -31,7 +31,7 @@ PER_TENSOR = ("torchstore_stock", "gloo_per_parameter")
 """Cases that take 1 to 10 ms a tensor."""
 MOST_TENSORS = 100
 """They are given no more than these."""
-SLOW = (*PER_TENSOR, "rpc", "http", "filesystem", "safetensors_disk")
+SLOW = (*PER_TENSOR, "rpc", "rdma", "http", "filesystem", "safetensors_disk")
 """Cases of which one round to warm up and two that count are enough."""
 WARM_UP_ROUNDS = 4
 """So many versions are in memory at most: one that is written, two that are kept, one that is read."""
@@ -186,11 +186,12 @@ PLANES = {
     "filesystem": WeightsSettings(transport="filesystem", verify="none"),
     "http": WeightsSettings(transport="http", verify="none"),
     "broadcast": WeightsSettings(transport="broadcast", verify="none"),
+    "rdma/tcp": WeightsSettings(transport="rdma", rdma_backend="tcp", verify="none"),
 }
 """Our own cases. Each has a store to itself: from a shared pool each would get memory that another has warmed."""
 
 
-OURS = ("auto/", "shm/", "rpc/", "filesystem/", "http/", "broadcast/")
+OURS = ("auto/", "shm/", "rpc/", "filesystem/", "http/", "broadcast/", "rdma/")
 """What the names of rows of our own transports begin with."""
 RATES = ("publish_gb_per_s", "pull_gb_per_s")
 

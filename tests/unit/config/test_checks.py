@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,19 @@ from forge_async.config import Config, check, problems
 from forge_async.config import checks as c
 from forge_async.config import checks_disk as d
 from forge_async.config import checks_job as j
-from forge_async.config.not_built import NOT_BUILT
-from forge_async.config.schema import KEYS
 from forge_async.core.errors import ConfigError
 from forge_async.replay.settings import SWAP_MODES
 
 SERVICE = {"reference.placement": "service", "objective.kl_weight": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def no_rdma_hardware(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where this machine would list it."""
+    monkeypatch.setattr(j, "RDMA_DEVICES", tmp_path / "infiniband")
+    return tmp_path / "infiniband"
+
+
 REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
     (c.preset_is_kept, {"async.buffer": "none"}, ["async.max_staleness=2 contradicts async.buffer=none", "to 0"]),
     (
@@ -158,6 +166,26 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
         {"weights.transport": "broadcast", "weights.broadcast_backend": "nccl"},
         ["weights.broadcast_backend=nccl", "job.gpus_per_host=0", "weights.broadcast_backend=gloo"],
     ),
+    (
+        j.ipc_has_one_host,
+        {"weights.transport": "ipc"},
+        ["weights.transport=ipc", "job.gpus_per_host=0", "weights.transport=shm"],
+    ),
+    (
+        j.ipc_has_one_host,
+        {"weights.transport": "ipc", "job.gpus_per_host": 8, "job.kind": "slurm"},
+        ["weights.transport=ipc", "job.kind=slurm", "weights.transport=auto"],
+    ),
+    (
+        j.ipc_has_one_host,
+        {"weights.transport": "ipc", "job.gpus_per_host": 2, "weights.ipc_device": 2},
+        ["weights.ipc_device=2", "job.gpus_per_host=2"],
+    ),
+    (
+        j.rdma_has_hardware,
+        {"weights.transport": "rdma"},
+        ["weights.rdma_backend=ibverbs", "weights.transport=shm", "weights.rdma_backend=tcp"],
+    ),
     (j.gpus_suffice, {"job.gpus_per_host": 1}, ["learner.ranks=1", "2 GPUs", "job.gpus_per_host=1"]),
     (
         j.gpus_suffice,
@@ -254,28 +282,24 @@ def test_what_only_just_fits_is_accepted(changes: dict[str, Any]) -> None:
     check(Config().replace(changes))
 
 
-ASKED = {
-    "weights.transport": "rdma",
-}
-
-
-@pytest.mark.parametrize("item", NOT_BUILT, ids=lambda item: item.key)
-def test_what_is_not_built_is_refused_by_name(item: Any) -> None:
-    text = refused(item.problem, {item.key: ASKED[item.key]})
-    assert f"{item.key}={str(ASKED[item.key]).lower()} is not built yet" in text and f"use {item.key}=" in text
-    assert item.problem(Config()) is None
-
-
-def test_the_table_of_what_is_not_built_names_real_keys() -> None:
-    assert {item.key for item in NOT_BUILT} == set(ASKED)
-    assert {item.key for item in NOT_BUILT} <= KEYS.keys()
-
-
 def test_check_tells_the_first_problem_and_problems_tells_all() -> None:
-    config = Config().replace({"weights.transport": "rdma", "group_size": 1, "learner.ranks": 3})
-    assert len(list(problems(config))) == 3
-    with pytest.raises(ConfigError, match=r"weights\.transport=rdma is not built yet; use weights\.transport=auto"):
+    config = Config().replace({"weights.transport": "ipc", "group_size": 1, "learner.ranks": 3})
+    told = list(problems(config))
+    assert len(told) == 3
+    with pytest.raises(ConfigError, match=re.escape(told[0])):
         check(config)
+
+
+def test_rdma_is_accepted_where_the_machine_lists_hardware_where_it_is_not_known_and_without(
+    no_rdma_hardware: Path,
+) -> None:
+    rdma = {"weights.transport": "rdma"}
+    no_rdma_hardware.mkdir()
+    assert "weights.rdma_backend=tcp" in refused(j.rdma_has_hardware, rdma)
+    check(Config().replace(rdma | {"weights.rdma_backend": "tcp"}))
+    assert j.rdma_has_hardware(Config().replace(rdma | {"job.kind": "slurm"})) is None
+    (no_rdma_hardware / "mlx5_0").mkdir()
+    check(Config().replace(rdma))
 
 
 # What lies on disk.

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from forge_async.weights.inbox import Inbox, WarmMemory
+from forge_async.weights.inbox import Inbox
 
 pytestmark = pytest.mark.timeout(30)
 LONG_S = 20.0
@@ -105,17 +105,3 @@ def test_values_that_nobody_takes_make_room_for_later_ones():
         inbox.begin()
         inbox.put(number, number)
     assert [inbox.take(number, LONG_S, LONG_S) for number in range(1, 6)] == [None, None, None, 4, 5]
-
-
-def test_memory_is_used_again_when_the_last_view_of_it_is_gone_and_not_before():
-    memory = WarmMemory()
-    first = memory.take(4096)
-    place, view = first.data_ptr(), first[8:].view(-1)
-    del first
-    assert memory.take(4096).data_ptr() != place
-    view.fill_(7)
-    del view
-    again = [memory.take(4096) for _ in range(2)]
-    assert place in [each.data_ptr() for each in again]
-    assert len({each.data_ptr() for each in again}) == 2
-    assert memory.take(100).numel() == 100

@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
@@ -9,15 +10,15 @@ class Memory:
     """Makes segments of nothing, and remembers which are alive."""
 
     def __init__(self):
-        self.made, self.alive, self.dead = 0, {}, set()
+        self.made, self.alive, self.dead, self.now_s = 0, {}, set(), 0.0
 
     def pool(self):
-        return SegmentPool(self.create, self.destroy, lambda process: process not in self.dead)
+        return SegmentPool(self.create, self.destroy, lambda process: process not in self.dead, lambda: self.now_s)
 
     def create(self, num_bytes):
         self.made += 1
         self.alive[self.made] = num_bytes
-        return Segment(id=self.made, num_bytes=num_bytes, path=f"/{self.made}")
+        return Segment(id=self.made, num_bytes=num_bytes, address=f"/{self.made}")
 
     def destroy(self, segment):
         del self.alive[segment.id]
@@ -77,6 +78,50 @@ def test_what_the_dead_had_reserved_or_leased_comes_back():
     memory.dead.add("policy")
     pool.sweep()
     assert len(memory.alive) == 2
+
+
+def test_what_is_held_for_longer_than_was_said_is_taken_back_and_its_memory_destroyed():
+    memory = Memory()
+    pool = memory.pool()
+    written = pool.reserve(PAGE_BYTES, "far writer", 10.0)
+    fill(pool, "v0")
+    read = pool.lease("v0", "far reader", 10.0)
+    pool.unbind("v0")
+    fill(pool, "kept")
+    memory.now_s = 9.9
+    assert pool.reserve(PAGE_BYTES, "writer").id not in (written.id, read.id)
+    memory.now_s = 10.0
+    assert pool.reserve(PAGE_BYTES, "writer").id not in (written.id, read.id)
+    assert not {written.id, read.id} & set(memory.alive), "whoever wakes late must not find another's bytes"
+    with pytest.raises(KeyError):
+        pool.bind(written.id, "late")
+    pool.release(read.id, "far reader")
+
+
+def test_a_late_readers_lease_costs_neither_the_key_nor_other_readers_their_memory():
+    memory = Memory()
+    pool = memory.pool()
+    first = fill(pool, "v0")
+    pool.lease("v0", "far reader", 1.0)
+    pool.lease("v0", "reader")
+    memory.now_s = 1.0
+    pool.sweep()
+    assert pool.lease("v0", "reader").id == first
+    pool.unbind("v0")
+    fill(pool, "v1")
+    pool.release(first, "reader")
+    pool.release(first, "reader")
+    assert first not in memory.alive
+
+
+def test_the_memory_of_the_dead_is_used_again_though_their_time_is_over_too():
+    memory = Memory()
+    pool = memory.pool()
+    fill(pool, "kept")
+    half_written = pool.reserve(PAGE_BYTES, "learner", 1.0)
+    memory.dead.add("learner")
+    memory.now_s = 2.0
+    assert pool.reserve(PAGE_BYTES, "another").id == half_written.id
 
 
 def test_memory_that_is_much_too_large_is_left_for_others_and_given_back_with_time():
@@ -160,6 +205,15 @@ class PoolLaws(RuleBasedStateMachine):
             del self.keys[key]
             self.pool.unbind(key)
             self.check()
+
+    @rule(pages=st.integers(1, 5))
+    def overstay(self, pages):
+        late = self.pool.reserve(pages * PAGE_BYTES, "far", 1.0)
+        assert late.id not in self.used()
+        self.memory.now_s += 1.0
+        self.pool.sweep()
+        assert late.id not in self.memory.alive
+        self.check()
 
     @rule(process=st.sampled_from("abc"))
     def die_and_come_again(self, process):

@@ -5,7 +5,17 @@ from forge_async.core.errors import FingerprintError, WeightsError
 from forge_async.core.versions import PolicyVersion
 from forge_async.weights.fingerprint import check_fingerprint, sample
 from forge_async.weights.manifest import Packed, build_manifest
-from forge_async.weights.packing import ALIGNMENT_BYTES, LocalShard, Packer, check_blob, digest, pack, unpack
+from forge_async.weights.packing import (
+    ALIGNMENT_BYTES,
+    LocalShard,
+    Packer,
+    check_blob,
+    digest,
+    digests,
+    pack,
+    unpack,
+)
+from tests.far_memory import Far
 
 VERSION = PolicyVersion(step=3)
 
@@ -41,6 +51,23 @@ def test_packing_copies_so_that_the_next_step_changes_nothing(model, packed):
     before = model["b"].clone()
     model["b"].add_(1)
     assert torch.equal(unpack(manifest, {0: blob})["b"], before)
+
+
+def test_blobs_that_numpy_cannot_see_are_copied_to_be_hashed(packed):
+    manifest, blob = packed
+    far = blob.as_subclass(Far)
+    with pytest.raises(TypeError):
+        far.numpy()
+    assert digests(manifest.layout.parts[0], far) == manifest.digests
+    check_blob(manifest, 0, far)
+
+
+def test_what_is_put_together_lies_beside_the_blobs():
+    halves = [LocalShard(name="w", tensor=torch.ones(1, 4), global_shape=(2, 4), offsets=(row, 0)) for row in (0, 1)]
+    packs = [pack([half], rank) for rank, half in enumerate(halves)]
+    manifest = build_manifest(VERSION, [each for each, _ in packs])
+    elsewhere = {rank: blob.to("meta") for rank, (_, blob) in enumerate(packs)}
+    assert unpack(manifest, elsewhere)["w"].device.type == "meta"
 
 
 def test_a_transposed_box_is_packed_in_row_major_order():
