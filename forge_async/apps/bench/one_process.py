@@ -71,6 +71,8 @@ class OneProcess:
         self._policy, self._folder, self._seed = config.policy, model_folder, config.root.seed
         self._service = RequestService(self._build_engine)
         self._rewards: ProcessRewardPool | None = None
+        self._num_runs = 0
+        """So far. Each has an incarnation of its own, since an engine never goes back to older weights."""
 
     async def start(self) -> None:
         """Build the engine."""
@@ -90,6 +92,7 @@ class OneProcess:
         task = self._open(config)
         rewards = await self._reward_pool(task, config)
         maker, replay, learner = self._maker(config, task, rewards), _replay(config, task), self._learner(config)
+        self._num_runs += 1
         await self._publish(learner)
         await replay.add_replica(REPLICA, learner.version.step)
         for step in range(config.root.steps):
@@ -171,6 +174,7 @@ class OneProcess:
             seed=config.root.seed,
             temperature=config.sampling.temperature,
             publish_dtype=config.policy.dtype,
+            version=PolicyVersion(incarnation=self._num_runs),
         )
 
     def _build_engine(self) -> Engine:
