@@ -108,7 +108,8 @@ def test_a_learner_learns_the_same_whether_the_models_are_its_own_or_a_services(
         assert other.loss == pytest.approx(one.loss, rel=1e-6, abs=1e-7)
         assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-6)
         assert other.figures == pytest.approx(one.figures, rel=1e-5, abs=1e-7)
-    assert_close(weights_of(learner), weights)
+    # An adapter's B began at 0: rounding is a larger part of what six updates have made of it.
+    assert_close(weights_of(learner), weights, rel=1e-5 if "lora" in more else 1e-6)
 
 
 def test_ranks_with_less_to_do_take_part_and_what_was_not_scored_is_refused(titan, teacher, children):
