@@ -60,7 +60,7 @@ class FileAccess:
 
     def settle(self) -> None:
         self.num_settled += 1
-        for segment, memory in self._begun.values():
+        for segment, memory in list(self._begun.values()):  # others are opened meanwhile, on other threads
             if Path(segment.address).exists():
                 _mapped(segment).copy_(memory)
 

@@ -12,13 +12,14 @@ import dataclasses
 import math
 import socket
 import time
+import warnings
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import monarch
 import torch
-from monarch.rdma import RDMAAction, RDMABuffer, is_ibverbs_available
+from monarch.rdma import RDMAAction, RDMABuffer, RDMATcpFallbackWarning, is_ibverbs_available
 
 from forge_async.backends.segment_memory import MemfdMemory
 from forge_async.backends.torchstore_store import INLINE_BYTES, SegmentBuffer, SegmentStore, StoreAddress
@@ -35,6 +36,7 @@ def use_backend(name: str) -> None:
     """
     if name == "tcp":
         monarch.configure(rdma_allow_tcp_fallback=True, rdma_disable_ibverbs=True)
+        warnings.filterwarnings("ignore", category=RDMATcpFallbackWarning)  # it was asked for by name
         return
     monarch.configure(rdma_allow_tcp_fallback=False, rdma_disable_ibverbs=False)
     if not is_ibverbs_available():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import os
 import signal
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from forge_async.actors.store_actor import StoreActor
-from forge_async.core.errors import ActorDiedError, ConfigError
+from forge_async.core.errors import ActorDiedError, ConfigError, StallError
 from forge_async.core.versions import PolicyVersion
 from forge_async.weights.packing import LocalShard, Packer, unpack
 from forge_async.weights.plane import WeightPlane
@@ -109,13 +110,16 @@ async def test_a_client_whose_death_cannot_be_seen_holds_memory_for_its_time_onl
     from forge_async.backends.torchstore_store import SegmentBuffer
 
     actor, store = await start_store(RDMA)
-    late = RdmaStore(cloudpickle.loads(await actor.handle.call_one()).address, timeout_s=2.0)
+    late = RdmaStore(cloudpickle.loads(await actor.handle.call_one()).address)
+    late._own, late._hold_s = dataclasses.replace(late._own, machine="elsewhere/0"), 4.0
     await store.put({"v1": filled(1)})
     async with late._leasing(["v1"]) as answer:
-        reserved, live = await late._reserved(MIB)
+        reserved, _ = await late._reserved(MIB)
         leased = answer.buffers[0].segment
-        assert {reserved.id, leased.id} <= live
         await store.delete("v1")
+        await store.put({"v2": filled(2)})
+        live = (await store._get(["v2"], None)).live
+        assert {reserved.id, leased.id} <= live, "its time is not over"
         async with asyncio.timeout(30):
             while {reserved.id, leased.id} & live:
                 await store.put({"v2": filled(2), "v3": filled(3)})
@@ -127,6 +131,10 @@ async def test_a_client_whose_death_cannot_be_seen_holds_memory_for_its_time_onl
             with pytest.raises(Exception, match=r".+"):
                 await late._submit(action)
         assert await late._volume.put_many.call_one([("v4", SegmentBuffer(reserved, MIB), Request())]) == "v4"
+    late._hold_s = 0.0
+    with pytest.raises(StallError, match=r"To read v2 took longer than weights\.timeout_s"):
+        async with late.reading(["v2"]):
+            pass
     assert sorted(await store.keys()) == ["v2", "v3"]
     async with store.reading(["v2", "v3"]) as values:
         assert [each.unique().tolist() for each in values] == [[2], [3]]
