@@ -140,6 +140,18 @@ class Insides:
         }
 
 
+def own_device_of(kind: str) -> _Device:
+    """Where a rank of this process's world computes, if its machine has devices of that kind."""
+    return _Device(kind)
+
+
+class _Device:
+    def __init__(self, kind: str) -> None:
+        from forge_async.backends.titan_world import own_device
+
+        self.name = str(own_device(kind))
+
+
 _learners: list[Any] = []
 
 

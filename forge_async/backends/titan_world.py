@@ -60,7 +60,7 @@ def join_world(settings: LearnerSettings, seed: int, *, key: str = "learner.rank
     """
     if titan_cpu.ON_CPU:
         torch.set_num_threads(1)
-    device = titan_utils.get_local_device()
+    device = own_device(titan_utils.device_type)
     titan_utils.device_module.set_device(device)
     parallelism = ParallelismConfig(
         spmd_backend="partial_dtensor",
@@ -75,6 +75,14 @@ def join_world(settings: LearnerSettings, seed: int, *, key: str = "learner.rank
     titan_distributed.set_determinism(dims, device, DebugConfig(seed=seed), distinct_seed_mesh_dims=["pp"])
     in_context = titan_distributed.get_spmd_context(parallel_dims=dims)
     return World(device=device, dims=dims, parallelism=parallelism, in_context=in_context)
+
+
+def own_device(kind: str) -> torch.device:
+    """This process's device: of the GPUs that a rank sees its own is the first, whatever others follow.
+
+    See `actors/procs.py`; torchtitan's rule goes by LOCAL_RANK as soon as a process sees two of them.
+    """
+    return torch.device(kind, 0)
 
 
 def leave_world() -> None:

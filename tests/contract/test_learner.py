@@ -516,6 +516,8 @@ def test_two_ranks_train_as_one_and_their_shards_tile(odd, children):
     weights, digest = weights_of(alone), alone.digest()
     ranks = all_ranks(children, odd.folder, lr=1e-4)
     assert [(rank.batch_rank, rank.batch_ranks) for rank in ranks] == [(0, 2), (1, 2)]
+    gpus = [child.build("tests.backends:own_device_of", "cuda").name for child in children[:2]]
+    assert gpus == ["cuda:0", "cuda:0"], "each sees its own first, and maybe one that all share"
     for result, samples in zip(results, batches, strict=True):
         pair = call_all(ranks, "train", [(each,) for each in share(samples, 2)])
         for mine in pair:
