@@ -15,7 +15,7 @@ NOT_SAMPLED = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class PolicyVersion(Compact):
+class PolicyVersion:
     """Which weights: a policy, the incarnation of its learner, and the learner's step.
 
     A restored learner starts a new incarnation, so that what a dead one published later than the restored step can
