@@ -42,6 +42,9 @@ BASE, BASELINE, LARGE = 2, 0, 8
 """S of the tables; S that pairs are compared with; the large S that is compared too."""
 LAST_STEPS, FIRST_STEPS = 10, 5
 """Steps that `reward_last` and `reward_first` are means of."""
+FINAL_STEPS, FINAL_SHARE = 40, 5
+"""Pairs compare means over more steps, since a policy's reward swings by a point or two within ten of them: the last
+40, or the last fifth of a run that is shorter than five times that."""
 TARGET, TARGET_STEPS = 0.85, 5
 """`steps_to_target`: until the mean of the last five steps' rewards is that high."""
 AIM_POINTS = 2.0
@@ -224,7 +227,7 @@ def pair_figures(pairs: Iterable[tuple[Record, Record]]) -> dict[str, float]:
     """
     both = list(pairs)
     figures: dict[str, float] = {}
-    kinds = {"reward_last": reward_last, "held_out_sampled": lambda record: record.get("held_out_sampled")}
+    kinds = {"reward_final": reward_final, "held_out_sampled": lambda record: record.get("held_out_sampled")}
     for name, of in kinds.items():
         differences = [100 * (of(one) - of(other)) for one, other in both if of(one) is not None]
         if differences:
@@ -238,6 +241,12 @@ def reward_last(record: Record) -> float:
     return fmean(record["rewards"][-LAST_STEPS:])
 
 
+def reward_final(record: Record) -> float:
+    """Mean reward of the end of a run, over as many steps as pairs are compared by."""
+    rewards = record["rewards"]
+    return fmean(rewards[-max(1, min(FINAL_STEPS, len(rewards) // FINAL_SHARE)) :])
+
+
 def steps_to_target(rewards: Sequence[float]) -> int | None:
     """Steps until the mean of the last five rewards reached the target; None when it never did."""
     for done in range(TARGET_STEPS, len(rewards) + 1):
@@ -249,14 +258,15 @@ def steps_to_target(rewards: Sequence[float]) -> int | None:
 def _notes(pairs: Sequence[Mapping[str, Any]]) -> list[str]:
     notes = [
         f"Every token is exactly S steps old from step S on. Tables: objective and correction at S={BASE}; "
-        f"reward_last is the mean of the last {LAST_STEPS} steps, steps_to_target the first at {TARGET:g}.",
+        f"reward_last is the mean of the last {LAST_STEPS} steps, steps_to_target the first at {TARGET:g}. Pairs: the final "
+        f"reward is the mean of the last {FINAL_STEPS} steps, or of the last fifth if that is less.",
     ]
     for row in pairs:
-        low, high = row["reward_last_low_points"], row["reward_last_high_points"]
+        low, high = row["reward_final_low_points"], row["reward_final_high_points"]
         shown = "within" if low >= -AIM_POINTS and high <= AIM_POINTS else "NOT shown to be within"
         aim = f": {shown} {AIM_POINTS:g} points" if row["case"] == f"pairs/S={BASE}" else ""
         notes.append(
             f"{row['case'].removeprefix('pairs/')} against S={BASELINE}, {row['seeds']} paired seeds: final reward "
-            f"{row['reward_last_points']:+.2f} points, 95% interval {low:+.2f} to {high:+.2f}{aim}."
+            f"{row['reward_final_points']:+.2f} points, 95% interval {low:+.2f} to {high:+.2f}{aim}."
         )
     return notes

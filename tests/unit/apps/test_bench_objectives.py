@@ -9,7 +9,7 @@ import pytest
 
 from forge_async.apps.bench import objectives
 from forge_async.apps.bench.__main__ import main, parse
-from forge_async.apps.bench.objectives import case_figures, cases, pair_figures, steps_to_target
+from forge_async.apps.bench.objectives import case_figures, cases, pair_figures, reward_final, steps_to_target
 from forge_async.apps.bench.objectives_picture import curves, dots
 from forge_async.apps.bench.paired import T95, paired_difference
 from forge_async.apps.bench.results_file import ResultsFile, run_key
@@ -80,11 +80,17 @@ def test_pairs_are_compared_seed_by_seed_in_points():
     pairs = [(record(0.9), record(0.8)), (record(0.5), record(0.42)), (record(0.1), record(0.04))]
     figures = pair_figures(pairs)
     mean, low, high = paired_difference([10.0, 8.0, 6.0])
-    assert figures["reward_last_points"] == pytest.approx(mean) == pytest.approx(8.0)
-    assert (figures["reward_last_low_points"], figures["reward_last_high_points"]) == pytest.approx((low, high))
+    assert figures["reward_final_points"] == pytest.approx(mean) == pytest.approx(8.0)
+    assert (figures["reward_final_low_points"], figures["reward_final_high_points"]) == pytest.approx((low, high))
     assert figures["held_out_sampled_points"] == pytest.approx(8.0)
     without = pair_figures([(record(0.9, held_out_sampled=None), record(0.8, held_out_sampled=None))])
     assert "held_out_sampled_points" not in without
+
+
+@pytest.mark.parametrize(("num_steps", "num_last"), [(3, 1), (10, 2), (150, 30), (260, 40), (1000, 40)])
+def test_the_final_reward_is_a_mean_over_the_end_of_the_run(num_steps, num_last):
+    rewards = [float(number) for number in range(num_steps)]
+    assert reward_final(record(*rewards)) == pytest.approx(sum(rewards[-num_last:]) / num_last)
 
 
 def test_a_key_tells_what_changes_a_result_and_nothing_else():
@@ -153,7 +159,7 @@ def test_runs_are_done_once_and_a_later_call_goes_on(fakes, capsys):
     _, report = call(1, "--only", "pairs", "--pairs", "3")
     assert len(FakeWorker.done) == 5 + 6, "the first seed was at hand"
     two, eight = report["rows"]
-    assert two["reward_last_points"] == pytest.approx(-2.0) and eight["reward_last_points"] == pytest.approx(-8.0)
+    assert two["reward_final_points"] == pytest.approx(-2.0) and eight["reward_final_points"] == pytest.approx(-8.0)
     assert any("S=2 against S=0, 3 paired seeds: final reward -2.00 points" in note for note in report["notes"])
     folder, report = call(2, "--rounds", "1", "--pairs", "3", "--jobs", "3")
     assert len(report["rows"]) == len(OBJECTIVES) + len(CORRECTIONS) + 5 + 2
