@@ -258,8 +258,8 @@ def steps_to_target(rewards: Sequence[float]) -> int | None:
 def _notes(pairs: Sequence[Mapping[str, Any]]) -> list[str]:
     notes = [
         f"Every token is exactly S steps old from step S on. Tables: objective and correction at S={BASE}; "
-        f"reward_last is the mean of the last {LAST_STEPS} steps, steps_to_target the first at {TARGET:g}. Pairs: the final "
-        f"reward is the mean of the last {FINAL_STEPS} steps, or of the last fifth if that is less.",
+        f"reward_last is the mean of the last {LAST_STEPS} steps, steps_to_target the first at {TARGET:g}.",
+        f"Pairs: the final reward is the mean of the last {FINAL_STEPS} steps, or of the last fifth if that is less.",
     ]
     for row in pairs:
         low, high = row["reward_final_low_points"], row["reward_final_high_points"]
