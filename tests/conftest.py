@@ -20,6 +20,9 @@ settings.register_profile("without-deadlines", deadline=None)
 settings.load_profile("without-deadlines")
 
 
+WRITTEN_BY_TOOLS = {".hypothesis", ".pytest_cache", "__pycache__"}
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What libraries, and processes that are killed, leave in the temporary folder goes where pytest clears up."""
@@ -27,6 +30,15 @@ def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("t")))
         patch.setattr(tempfile, "tempdir", None)  # so that it is looked up anew
         yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_where_tests_run() -> Iterator[None]:
+    """A test writes to its temporary folder, and not to the one that pytest was called in."""
+    before = {path.name for path in Path.cwd().iterdir()}
+    yield
+    left = {path.name for path in Path.cwd().iterdir()} - before - WRITTEN_BY_TOOLS
+    assert not left, f"left in {Path.cwd()}: {', '.join(sorted(left))}"
 
 
 @pytest.fixture(scope="session")

@@ -108,11 +108,21 @@ def _learner_logits(folder: Path, prompts: Sequence[np.ndarray]) -> list[torch.T
 
 
 def _watch_logits(learner: TitanLearner, ids: np.ndarray) -> torch.Tensor:
-    """float32 [T, V], what the model gives on the learner's own way to log-probabilities."""
+    """float32 [T, V], what the model gives on the learner's own way to log-probabilities, chunk by chunk."""
+    import torch
+
     seen: list[torch.Tensor] = []
-    hook = learner._model.register_forward_hook(lambda _module, _inputs, logits: seen.append(logits.detach()))
+    head = learner._model.lm_head
+    project = head.forward
+
+    def watched(hidden: torch.Tensor) -> torch.Tensor:
+        logits = project(hidden)
+        seen.append(logits.detach().flatten(0, -2).float().cpu())
+        return logits
+
+    head.forward = watched
     try:
         learner.score([ids])
     finally:
-        hook.remove()
-    return seen[0][0].float().cpu()
+        head.forward = project
+    return torch.cat(seen)[: len(ids)]

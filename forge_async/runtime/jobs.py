@@ -26,8 +26,10 @@ def roles(job: JobSettings) -> tuple[str, ...]:
     return ("learner", "policy", *([REFERENCE] if job.reference_hosts else []))
 
 
-def build(job: JobSettings, *, log_dir: str = "logs") -> Any:
+def build(job: JobSettings, *, log_dir: str) -> Any:
     """The Monarch job of `job.kind`, not submitted. Raises ConfigError for a kind that needs none or lacks a key.
+
+    What the cluster prints goes to `log_dir`, which is made.
 
     Building a cluster's job makes Monarch talk TCP in this process from then on.
     """

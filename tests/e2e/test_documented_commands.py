@@ -46,6 +46,15 @@ def test_own_data_and_reward_train_and_the_run_answers(tmp_path: Path, tiny_mode
 
 @pytest.mark.stack
 @pytest.mark.timeout(120)
+def test_a_folder_is_compared_with_transformers(tmp_path: Path, tiny_model: Path) -> None:
+    command = [sys.executable, "-m", "forge_async.apps.model", "check", str(tiny_model)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("ok: largest difference"), done.stdout
+
+
+@pytest.mark.stack
+@pytest.mark.timeout(120)
 def test_a_warm_start_from_demonstrations(tmp_path: Path, tiny_model: Path) -> None:
     lines = [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(40)]
     (tmp_path / "demonstrations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

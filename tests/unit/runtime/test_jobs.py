@@ -221,19 +221,20 @@ def test_what_cannot_work_is_refused_in_a_sentence(job, sizes, message):
 
 def test_a_local_run_has_no_job_to_build():
     with pytest.raises(ConfigError, match="job.kind=local starts no job"):
-        jobs.build(JobSettings())
+        jobs.build(JobSettings(), log_dir="logs")
 
 
 @pytest.mark.skipif(bool(importlib.util.find_spec("kubernetes")), reason="kubernetes is installed")
 def test_a_missing_kubernetes_package_is_named_with_its_install_command():
     with pytest.raises(MissingPackageError, match="pip install kubernetes"):
-        jobs.build(KUBERNETES)
+        jobs.build(KUBERNETES, log_dir="logs")
 
 
-def in_a_process_of_its_own(code, **environment):
+def in_a_process_of_its_own(code, folder, **environment):
     """Run Python there, because building a cluster's job changes Monarch's transport for good."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=folder,
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -259,6 +260,7 @@ def test_monarch_asks_sbatch_for_what_is_described(tmp_path, reference_hosts):
         job._submit_slurm_job(sum(job._meshes.values()))
         print(os.getpid())
         """,
+        tmp_path,
         PATH=f"{tmp_path}:{os.environ['PATH']}",
     ).strip()
     asked = [line[8:] for line in (tmp_path / "script").read_text().splitlines() if line.startswith("#SBATCH ")]
@@ -267,19 +269,20 @@ def test_monarch_asks_sbatch_for_what_is_described(tmp_path, reference_hosts):
 
 @pytest.mark.stack
 @pytest.mark.skipif(not importlib.util.find_spec("kubernetes"), reason="needs the kubernetes package")
-def test_monarch_creates_the_pods_that_are_described():
+def test_monarch_creates_the_pods_that_are_described(tmp_path):
     built = in_a_process_of_its_own(
         f"""
         import json
         from kubernetes import client
         from forge_async.config.job import JobSettings
         from forge_async.runtime import jobs
-        job = jobs.build({KUBERNETES!r})
+        job = jobs.build({KUBERNETES!r}, log_dir="logs")
         mesh = job._meshes["qwen3learner"]
         ids = job._allocate_service_proc_ids(1)
         pod = job._build_worker_pod_template(mesh["image_spec"], mesh["port"], ids)
         print(json.dumps([sorted(job._meshes), client.ApiClient().sanitize_for_serialization(pod)]))
-        """
+        """,
+        tmp_path,
     )
     names, pod = json.loads(built.splitlines()[-1])
     described = jobs.manifest(KUBERNETES, "learner")["spec"]["podTemplate"]
