@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from e2e.runs import environment, run
 
-STEPS = 4
+STEPS = 10
 
 
 @pytest.mark.stack

@@ -82,6 +82,13 @@ class End(ForgeActor):
         self._carriers[case] = CARRIERS[case.partition("/")[0]](model, argument, self._folder)
 
     @endpoint
+    async def leave(self, case: str, version: int) -> None:
+        """Let go of a way of moving the model, whose last version was `version`, and of what it keeps."""
+        carrier = self._carriers.pop(case)
+        if isinstance(carrier, PlaneCarrier):
+            await carrier.close(version)
+
+    @endpoint
     async def publish(self, case: str, version: int) -> Timing:
         """Make a new version, in which every element is one more, then measure how long it takes to publish it."""
         import torch
@@ -143,6 +150,12 @@ class PlaneCarrier:
         await self._plane.retire(PolicyVersion(step=version - 2))
         lends = store.transport.lends_memory and self._packer.blob_bytes
         self._blob = await store.reserve(self._packer.blob_bytes) if lends else None
+
+    async def close(self, version: int) -> None:
+        """Have the store forget the last versions, and this process its client."""
+        for each in (version, version - 1):
+            await self._plane.retire(PolicyVersion(step=each))
+        await self._plane.store.close()
 
     async def publish(self, version: int) -> None:
         await self._plane.publish(PolicyVersion(step=version), *self._packer.pack(self._shards, self._blob))

@@ -35,6 +35,8 @@ SLOW = (*PER_TENSOR, "rpc", "rdma", "http", "filesystem", "safetensors_disk")
 """Cases of which one round to warm up and two that count are enough."""
 WARM_UP_ROUNDS = 4
 """So many versions are in memory at most: one that is written, two that are kept, one that is read."""
+MEMORY_SHARE = 0.5
+"""Of the free memory, that the versions of the cases that take turns may take."""
 REFERENCE = "memcpy_warm"
 
 
@@ -116,17 +118,25 @@ class Ends:
         return cls(writer, reader, [*ways, ("memcpy_fresh", None, None), ("torchstore_stock", stock, stock)])
 
     async def load(self, workload: Workload) -> None:
-        """Have both ends make the model, and get ready for every way of moving it."""
+        """Have both ends make the model."""
         self._workload, self._value = workload, 0
         await _both(*(end.load.call_one(workload.num_tensors, workload.num_bytes) for end in self._pair))
-        for case, *arguments in self._ways:
-            most = MOST_TENSORS if case in PER_TENSOR else workload.num_tensors
-            self._tensors[case], self._timings[case] = min(most, workload.num_tensors), []
-            joining = zip(self._pair, arguments, strict=True)
-            await _both(*(end.join.call_one(case, each, self._tensors[case]) for end, each in joining))
 
     async def measure(self, rounds: int) -> list[Mapping[str, Any]]:
-        """Move a new version in each case, round after round; the first rounds warm up and do not count."""
+        """Move a new version in each case. Cases take turns, round after round, as many as memory has room for at once;
+        with each lot of them the limit is measured anew, and what they kept is let go of."""
+        rows: list[dict[str, Any]] = []
+        for lot in lots([case for case, *_ in self._ways[1:]], self._workload.num_bytes, free_bytes()):
+            limit, *own = await self._take_turns([REFERENCE, *lot], rounds)
+            rows += [_over(row, limit) for row in (own if rows else [limit, *own])]
+        best = {figure: max(row[figure] for row in rows if row["case"].startswith(OURS)) for figure in RATES}
+        return [_with_best(row, best) for row in rows]
+
+    async def _take_turns(self, cases: Sequence[str], rounds: int) -> list[dict[str, Any]]:
+        """A row for each case; the first rounds warm up and do not count."""
+        self._timings = {case: [] for case in cases}
+        for case in cases:
+            await self._join(case)
         for number in range(WARM_UP_ROUNDS + rounds):
             for case, timings in self._timings.items():
                 is_slow = case.partition("/")[0] in SLOW
@@ -135,9 +145,18 @@ class Ends:
                 timing = await self._move(case, number)
                 if number >= (2 if is_slow else WARM_UP_ROUNDS):
                     timings.append(timing)
-        rows = [self._row(case) for case in self._timings]
-        best = {figure: max(row[figure] for row in rows if row["case"].startswith(OURS)) for figure in RATES}
-        return [_with_ratios(row, rows[0], best) for row in rows]
+        for case in cases:
+            for end in self._pair:
+                await end.leave.call_one(case, self._versions[case])
+        return [self._row(case) for case in cases]
+
+    async def _join(self, case: str) -> None:
+        """Have both ends get ready for a way of moving the model."""
+        arguments = next(each for name, *each in self._ways if name == case)
+        most = MOST_TENSORS if case in PER_TENSOR else self._workload.num_tensors
+        self._tensors[case] = min(most, self._workload.num_tensors)
+        joining = zip(self._pair, arguments, strict=True)
+        await _both(*(end.join.call_one(case, each, self._tensors[case]) for end, each in joining))
 
     @property
     def _pair(self) -> tuple[ActorHandle, ActorHandle]:
@@ -196,12 +215,28 @@ OURS = ("auto/", "shm/", "rpc/", "filesystem/", "http/", "broadcast/", "rdma/")
 RATES = ("publish_gb_per_s", "pull_gb_per_s")
 
 
-def _with_ratios(row: dict[str, Any], limit: dict[str, Any], best: Mapping[str, float]) -> dict[str, Any]:
-    """A row with its rates over the limit's; that of `auto` also over the best of our own transports."""
-    ratios = {f"{figure.partition('_')[0]}_of_memcpy": row[figure] / limit[figure] for figure in RATES}
-    if row["case"].startswith("auto/"):
-        ratios |= {f"{figure.partition('_')[0]}_of_best": row[figure] / best[figure] for figure in RATES}
-    return row | ratios
+def lots(cases: Sequence[str], num_bytes: int, num_free_bytes: int) -> list[list[str]]:
+    """Cases that take turns, in order: as many at once as may each have `WARM_UP_ROUNDS` versions in memory."""
+    size = max(1, int(MEMORY_SHARE * num_free_bytes / (WARM_UP_ROUNDS * num_bytes)))
+    return [list(cases[start : start + size]) for start in range(0, len(cases), size)]
+
+
+def free_bytes() -> int:
+    """Memory of this machine that programs can have."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+
+
+def _over(row: dict[str, Any], limit: dict[str, Any]) -> dict[str, Any]:
+    """A row with its rates over the limit's."""
+    return row | {f"{figure.partition('_')[0]}_of_memcpy": row[figure] / limit[figure] for figure in RATES}
+
+
+def _with_best(row: dict[str, Any], best: Mapping[str, float]) -> dict[str, Any]:
+    """The row of `auto` with its rates over the best of our own transports; others as they are."""
+    if not row["case"].startswith("auto/"):
+        return row
+    return row | {f"{figure.partition('_')[0]}_of_best": row[figure] / best[figure] for figure in RATES}
 
 
 async def _both(writing: Awaitable[Any], reading: Awaitable[Any]) -> tuple[Any, Any]:

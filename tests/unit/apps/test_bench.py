@@ -423,3 +423,11 @@ def test_batches_are_running_text_of_one_size():
     assert all(int(each.loss_mask.sum()) == each.num_tokens - deltas.NUM_SAMPLES for each in batches)
     text = "".join(bytes(each.token_ids.astype(np.uint8)).decode() for each in batches)
     assert text.count(" the ") > 20
+
+
+def test_models_that_are_large_are_moved_in_few_ways_at_a_time():
+    cases = list("abcdefg")
+    assert weights.lots(cases, 10**8, 24 * 10**9) == [cases]
+    assert weights.lots(cases, 10**9, 24 * 10**9) == [["a", "b", "c"], ["d", "e", "f"], ["g"]]
+    assert weights.lots(cases, 10**12, 24 * 10**9) == [[case] for case in cases]
+    assert 0 < weights.free_bytes() < 2**50
