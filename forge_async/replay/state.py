@@ -307,8 +307,7 @@ class ReplayState:
         if self.settings.buffer == "bounded" and self.settings.max_staleness == AUTO and before < UNLIMITED:
             bound = lanes.normal.bound
             least = least_staleness(bound.window, bound.groups_per_step, bound.publish_every)
-            age = min(max(before, least), self.settings.max_staleness_cap)
-            self.admitter.lanes = lanes.with_max_staleness(age)
+            self.admitter.lanes = lanes.with_max_staleness(min(max(before, least), self.settings.max_staleness_cap))
         with self._writing():
             self._apply(ev.BoundSet(max_staleness=self.bound.max_staleness))
 
