@@ -43,7 +43,7 @@ def nothing_is_left_where_tests_run() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that half knows the task `sum`, trained here by apps.sft from random weights."""
+    """A tiny model that knows how answers of the task `sum` look, trained here by apps.sft from random weights."""
     from forge_async.backends.tiny_model import TinyShape, to_json
 
     folder = tmp_path_factory.mktemp("tiny-model")

@@ -363,7 +363,8 @@ def test_other_objectives_do_not_depend_on_the_layout_either(titan, objective, c
     assert results[1].grad_norm == pytest.approx(results[0].grad_norm, rel=1e-5)
     assert results[1].figures == pytest.approx(results[0].figures, rel=1e-5)
     assert results[0].figures["ratio/effective_fraction"] < 0.999
-    assert_close(*weights)
+    # V-trace multiplies ratios along a sample: more elements have gradients of rounding noise, which AdamW moves too.
+    assert_close(*weights, rel=3e-6 if correction == "vtrace" else 1e-6)
 
 
 EVERYTHING = {

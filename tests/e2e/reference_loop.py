@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import socket
 import sys
 from pathlib import Path
@@ -33,6 +34,7 @@ def main(config_file: str, out: str) -> None:
         optimizer=config.optimizer,
         total_steps=config.root.steps,
         seed=config.root.seed,
+        temperature=config.sampling.temperature,
     )
     from forge_async.backends.vllm_engine import VllmEngine
     from forge_async.core.versions import PolicyVersion
@@ -45,11 +47,13 @@ def main(config_file: str, out: str) -> None:
 
 def train(config, folder, engine, learner) -> list[str]:
     from forge_async.backends.hf_renderer import HfRenderer
-    from forge_async.backends.reasoning_gym_task import ReasoningGymSource, score
+    from forge_async.backends.reasoning_gym_task import ReasoningGymSource
     from forge_async.core.records import PromptId
     from forge_async.core.rng import request_seed
     from forge_async.policy.ports import GenerationRequest, Sampling
 
+    path, _, name = config.root.reward.rpartition(":")
+    score = runpy.run_path(path)[name]
     renderer = HfRenderer(folder)
     source = ReasoningGymSource(
         config.task.name,
@@ -106,10 +110,9 @@ def group_of(index, prompt, completions, renderer, sampling, score):
 
     rewards = []
     edges = completions.bounds()
-    for number, (start, stop) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+    for start, stop in zip(edges[:-1], edges[1:], strict=True):
         row = [token for token in completions.token_ids[start:stop].tolist() if token not in sampling.stop_token_ids]
-        data = {name: value for name, value in prompt.data.items() if name != "answer"}
-        rewards.append(score(renderer.decode(row), truncated=bool(completions.truncated[number]), **data))
+        rewards.append(score(renderer.decode(row)))
     rewards = np.array(rewards, dtype=np.float32)
     wide = rewards.astype(np.float64)
     flat = wide.max() == wide.min()

@@ -16,6 +16,14 @@ TINY = ["task.name=sum", "groups_per_step=8", "group_size=4", "eval.num_prompts=
 """Small enough that a run's time is its start-up."""
 
 
+def parity_reward(folder: Path) -> str:
+    """A reward that tells completions apart whatever the model knows: what a tiny model learns from few demonstrations
+    differs from one kind of processor to another. Written to `folder`; returns its reference."""
+    path = folder / "parity.py"
+    path.write_text("def score(completion):\n    return float(sum(map(ord, completion)) % 2)\n")
+    return f"{path}:score"
+
+
 @dataclass
 class Finished:
     """A run that ended."""
