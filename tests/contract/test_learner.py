@@ -353,7 +353,8 @@ def off_policy(samples, learner, seed=7):
 )
 def test_other_objectives_do_not_depend_on_the_layout_either(titan, objective, correction):
     chosen = {"lr": 1e-4, "objective": objective, "correction": correction}
-    batch = off_policy(make_samples(), titan.make())
+    # More samples than elsewhere: with nine, a few gradients are so near 0 that AdamW moves them by rounding alone.
+    batch = off_policy(make_samples(18), titan.make())
     results, weights = [], []
     for layout in ({"row_tokens": 512}, {"row_tokens": 8, "micro_batch_tokens": 8}):
         learner = titan.make(**chosen)
@@ -363,8 +364,7 @@ def test_other_objectives_do_not_depend_on_the_layout_either(titan, objective, c
     assert results[1].grad_norm == pytest.approx(results[0].grad_norm, rel=1e-5)
     assert results[1].figures == pytest.approx(results[0].figures, rel=1e-5)
     assert results[0].figures["ratio/effective_fraction"] < 0.999
-    # V-trace multiplies ratios along a sample: more elements have gradients of rounding noise, which AdamW moves too.
-    assert_close(*weights, rel=3e-6 if correction == "vtrace" else 1e-6)
+    assert_close(*weights)
 
 
 EVERYTHING = {
