@@ -98,7 +98,15 @@ def titan_learner(
 
 
 def titan_reference(
-    policy_folder: str, port: int, folders: dict[str, str], *, rank: int = 0, ranks: int = 1, temperature: float = 1.0
+    policy_folder: str,
+    port: int,
+    folders: dict[str, str],
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    temperature: float = 1.0,
+    row_tokens: int = 16,
+    micro_batch_tokens: int = 64,
 ) -> Any:
     """A rank of a reference service; what was made before in this process is closed."""
     _enter_world(port, rank, ranks)
@@ -109,7 +117,7 @@ def titan_reference(
         {name: Path(folder) for name, folder in folders.items()},
         policy_folder=Path(policy_folder),
         ranks=ranks,
-        learner=LearnerSettings(row_tokens=16, micro_batch_tokens=64),
+        learner=LearnerSettings(row_tokens=row_tokens, micro_batch_tokens=micro_batch_tokens),
         temperature=temperature,
     )
     _learners.append(reference)

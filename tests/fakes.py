@@ -243,6 +243,7 @@ class FakeLearner:
             lr=self._lr,
             num_loss_tokens=share.num_loss_tokens,
             num_row_tokens=share.samples.num_tokens if share.samples else 0,
+            num_sample_tokens=share.samples.num_tokens if share.samples else 0,
         )
 
     def snapshot(self, blob: Any = None) -> tuple[Part, Any]:
@@ -420,7 +421,7 @@ def step_result(**fields: Any) -> StepResult:
     plain: dict[str, Any] = dict.fromkeys(
         ("loss", "grad_norm", "lr", "clip_fraction", "mismatch_kl", "logprob_diff_max", "compute_s"), 0.0
     )
-    return StepResult(**plain | {"num_loss_tokens": 0, "num_row_tokens": 0} | fields)
+    return StepResult(**plain | {"num_loss_tokens": 0, "num_row_tokens": 0, "num_sample_tokens": 0} | fields)
 
 
 def eval_scores(score: float, versions: tuple[int, int] = (0, 0), **fields: Any) -> EvalScores:
@@ -660,10 +661,10 @@ def learner_step(version: PolicyVersion, batch: Sequence[int]) -> LearnerStep:
     record: dict[str, Any] = {f"groups/{name}": 0 for name in ("trained", "filtered", "failed", "expired", "cancelled")}
     record |= dict.fromkeys(
         ("reward/mean", "reward/std", "staleness/max", "staleness/mean", "staleness/p90", "queue/depth",
-         "queue/capacity", "queue/tokens", "tokens/computed"), 1.0
+         "queue/capacity", "queue/tokens"), 1.0
     )  # fmt: skip
     return LearnerStep(
-        result=step_result(version=version, loss=0.5, num_loss_tokens=7, num_row_tokens=12),
+        result=step_result(version=version, loss=0.5, num_loss_tokens=7, num_row_tokens=12, num_sample_tokens=9),
         batch=record | {"indices": list(batch), "taken_s": 3.0},
         wait_data_s=0.1,
         snapshot_s=0.01,

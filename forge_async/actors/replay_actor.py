@@ -163,8 +163,7 @@ class ReplayActor(ForgeActor):
 
     def _keep_shares(self, step: int, groups: Sequence[Group], batch_ranks: int) -> None:
         shares = split_batch(groups, batch_ranks, keep_zero_advantage=self._keep_zero_advantage, layout=self._layout)
-        computed = sum(share.samples.num_tokens for share in shares if share.samples)
-        record = _describe(groups, self._replay.inner) | {"tokens/computed": computed}
+        record = _describe(groups, self._replay.inner)
         before = {key: kept for key, kept in self._shares.items() if key == step - 1}
         self._shares = before | {step: (shares, record)}
 

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from forge_async.backends import titan_cpu, titan_moe
+from forge_async.backends import titan_moe
+from forge_async.backends.titan_attention import attention_masks
 
 # isort: split
 import torch
@@ -36,7 +37,7 @@ def forward(model: Any, columns: dict[str, torch.Tensor], wanted: Wanted) -> For
     """
     positions, targets, kept_set = columns["positions"], columns["targets"], columns.get("kept_set")
     titan_moe.set_routing(model, columns.get("routed_experts"), columns["mask"] > 0)
-    masks = titan_cpu.attention_masks(positions) if titan_cpu.ON_CPU else model.get_attention_masks(positions)
+    masks = attention_masks(model, positions)
     with _head_gives(model.lm_head, lambda project, hidden: token_scores(project, hidden, targets, wanted, kept_set)):
         logprobs, entropy = model(columns["token_ids"], attention_masks=masks, positions=positions)
     return Forward(logprobs=logprobs, entropy=entropy)

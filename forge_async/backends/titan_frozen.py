@@ -19,7 +19,8 @@ import torch
 
 from forge_async.core.errors import LearnerError
 from forge_async.core.records import Samples
-from forge_async.learner.layout import Layout, lay_out
+from forge_async.learner.batch import lay_out_samples
+from forge_async.learner.layout import Layout
 from forge_async.learner.rows import build_micro_batches, lay_back
 from forge_async.learner.settings import LearnerSettings
 from forge_async.learner.token_scores import Wanted
@@ -129,15 +130,16 @@ class TitanReference:
 
     def score(self, samples: Samples) -> dict[str, np.ndarray]:
         """By field of Samples float32 [T]: of the tokens of this rank's share, 0 elsewhere. Collective."""
-        laid = lay_out(samples.lengths.tolist(), self._layout, self._world.batch_ranks)[self._world.batch_rank]
+        ranks, skipped = lay_out_samples(samples, self._layout, self._world.batch_ranks)
+        laid = ranks[self._world.batch_rank]
         found = {name: np.zeros(samples.num_tokens, np.float32) for name in self._names}
-        for batch, rows in zip(laid, build_micro_batches(samples, laid), strict=True):
+        for batch, rows in zip(laid, build_micro_batches(samples, laid, skipped), strict=True):
             arrays = {name: each for name in READ_COLUMNS if (each := getattr(rows, name)) is not None}
             columns = {name: torch.from_numpy(each).to(self._world.device) for name, each in arrays.items()}
             with self._world.in_context():
                 scores = self._scores(columns)
             for name, logprobs in scores.items():
-                lay_back(logprobs.cpu().numpy(), samples, batch, found[name])
+                lay_back(logprobs.cpu().numpy(), samples, batch, found[name], skipped)
         return found
 
     def close(self) -> None:

@@ -141,7 +141,7 @@ class TitanLearner:
             own_counts, batches = parts[update % len(parts)]
             for rows, known in batches:
                 terms = self._forward_backward(rows, own_counts, known, update)
-                if not totals.add(terms, rows.token_ids.size) and blamed == NOBODY:
+                if not totals.add(terms, rows) and blamed == NOBODY:
                     blamed = first_bad_sample(terms, rows, share)
             updates.append(self._over_ranks(totals))
             grad_norm = self._apply_gradients(total_loss(updates[-1][0]), share, blamed, update)
@@ -156,6 +156,7 @@ class TitanLearner:
             lr=self._last_lr,
             num_loss_tokens=counts.num_loss_tokens,
             num_row_tokens=int(sums["row_tokens"]),
+            num_sample_tokens=int(sums["sample_tokens"]),
             clip_fraction=sums["clipped"] / num_tokens,
             mismatch_kl=sums["mismatch_kl"] / num_tokens,
             logprob_diff_max=maxima["logprob_diff"],
@@ -265,7 +266,7 @@ class TitanLearner:
 
     def _prepared(self, share: Share) -> list[tuple[Counts, list[tuple[Rows, Known]]]]:
         """Of each mini-batch its counts and its micro-batches, with what must be known of them before the step."""
-        built = [build_micro_batches(share.samples, part.batches) for part in share.mini_batches]
+        built = [build_micro_batches(share.samples, part.batches, share.skipped) for part in share.mini_batches]
         flat = [rows for batches in built for rows in batches]
         of_rows = iter(self._values.targets(flat, self._before_step) if self._values else [Known() for _ in flat])
         parts = [

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge_async.backends import titan_cpu, titan_moe  # before any other part of torchtitan
+from forge_async.backends import titan_moe  # before any other part of torchtitan
+from forge_async.backends.titan_attention import attention_config
 from forge_async.core.errors import ConfigError
 
 # isort: split
@@ -75,9 +76,8 @@ def model_spec(folder: Path) -> ModelSpec:
             f"supported are {', '.join(builders)}."
         )
     spec = builders[kind](config)
-    if titan_cpu.ON_CPU:
-        for layer in spec.model.layers:  # pyright: ignore[reportAttributeAccessIssue]
-            layer.attention.inner_attention = titan_cpu.CpuAttention.Config()
+    for layer in spec.model.layers:  # pyright: ignore[reportAttributeAccessIssue]
+        layer.attention.inner_attention = attention_config()
     return spec
 
 

@@ -10,6 +10,8 @@ import numpy as np
 from forge_async.core.records import Group, Samples
 from forge_async.learner.counts import Counts
 from forge_async.learner.layout import Layout, MicroBatch, lay_out
+from forge_async.learner.prefixes import Prefixes, shared_prefixes
+from forge_async.learner.rows import row_lengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,9 @@ class Share:
     """Admission indices of the whole batch, ascending; named when the step fails."""
     origins: tuple[tuple[int, int], ...] = ()
     """Of each sample of `samples`: its group's admission index, and its number in the group."""
+    skipped: np.ndarray | None = None
+    """int32 [N], of each sample of `samples` the first tokens that another in its row is computed with; None: all are
+    computed whole."""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -81,14 +86,25 @@ def _shares(
 ) -> list[Share]:
     """`owners`: int [N], the group of each sample, which mini-batches do not divide."""
     counts = _counts(batch, kept, list(range(len(batch))))
-    lengths, computed, parts = batch.lengths.tolist(), set(kept), []
+    computed, parts, skipped = set(kept), [], np.zeros(len(batch), np.int32)
     for part in _mini_batches(owners, kept, layout.mini_batches):
         own = [row for row in part if row in computed]
-        laid = lay_out([lengths[row] for row in own], layout, num_ranks)
+        laid, skipped[own] = lay_out_samples(batch.select(own), layout, num_ranks)
         moments = {"advantage_mean": counts.advantage_mean, "advantage_std": counts.advantage_std}
         of_ranks = [[[[own[place] for place in row] for row in batch] for batch in of_rank] for of_rank in laid]
         parts.append((replace(_counts(batch, own, part), **moments), of_ranks))
-    return [_share(batch, rank, counts, parts, groups, origins) for rank in range(num_ranks)]
+    return [_share(batch, rank, counts, parts, groups, origins, skipped) for rank in range(num_ranks)]
+
+
+def lay_out_samples(samples: Samples, layout: Layout, num_ranks: int) -> tuple[list[list[MicroBatch]], np.ndarray]:
+    """The micro-batches of each rank, and of each sample, int32 [N], the first tokens that its row holds already."""
+    shares = layout.packed and layout.share_prompts
+    prefixes = shared_prefixes(samples) if shares else Prefixes.none(len(samples))
+    ranks = lay_out(row_lengths(samples).tolist(), layout, num_ranks, prefixes)
+    skipped = np.zeros(len(samples), np.int32)
+    for row in (row for of_rank in ranks for batch in of_rank for row in batch):
+        skipped[list(row)] = prefixes.skipped(row)
+    return ranks, skipped
 
 
 def _share(
@@ -98,6 +114,7 @@ def _share(
     parts: Sequence[tuple[Counts, Sequence[Sequence[MicroBatch]]]],
     groups: tuple[int, ...],
     origins: Sequence[tuple[int, int]],
+    skipped: np.ndarray,
 ) -> Share:
     mine = sorted(index for _, of_ranks in parts for each in of_ranks[rank] for row in each for index in row)
     places = {index: place for place, index in enumerate(mine)}
@@ -113,6 +130,7 @@ def _share(
         ),
         group_indices=groups,
         origins=tuple(origins[index] for index in mine) if origins else (),
+        skipped=skipped[mine] if skipped[mine].any() else None,
     )
 
 

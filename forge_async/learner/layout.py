@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from forge_async.learner.packing import balanced_micro_batches, micro_batches, pack_rows, partition, sample_costs
+from forge_async.learner.prefixes import Prefixes
 from forge_async.learner.settings import ATTENTION_TOKENS
 
 if TYPE_CHECKING:
     from forge_async.learner.settings import LearnerSettings
 
 MicroBatch: TypeAlias = Sequence[Sequence[int]]
-"""Of each row the indices of its samples; no row: nothing to compute."""
+"""Of each row the indices of its samples, those of one family side by side; no row: nothing to compute."""
+_Piece: TypeAlias = Sequence[int]
+"""Samples that are laid side by side: one, or some that begin alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,8 @@ class Layout:
     """Length of a sample at which attention costs as much as the rest."""
     mini_batches: int = 1
     """Parts that a batch is cut into, each for updates of its own."""
+    share_prompts: bool = True
+    """Whether samples of a row that begin with the same prompt share it; packed rows only."""
 
     @classmethod
     def of(cls, learner: LearnerSettings) -> Layout:
@@ -43,81 +48,126 @@ class Layout:
             packed=learner.packed,
             attention_tokens=learner.attention_tokens,
             mini_batches=learner.mini_batches,
+            share_prompts=learner.share_prompts,
         )
 
 
-def lay_out(lengths: Sequence[int], layout: Layout, num_ranks: int = 1) -> list[list[MicroBatch]]:
+def lay_out(
+    lengths: Sequence[int], layout: Layout, num_ranks: int = 1, prefixes: Prefixes | None = None
+) -> list[list[MicroBatch]]:
     """The micro-batches of each rank, as many on each, within the limits of `layout`.
 
-    Either samples are shared among ranks by cost, and each rank packs its own, or rows and micro-batches are made of
-    all samples and dealt out, the costliest at the same time. The first is finer where there are few rows, the second
-    more even where some samples are much longer than others; the one whose step is shorter is taken.
+    Pieces are laid out, which are single samples, or all of a family as far as they fit into a row. Either pieces are
+    shared among ranks by cost, and each rank packs its own, or rows and micro-batches are made of all of them and dealt
+    out, the costliest at the same time. The first is finer where there are few rows, the second more even where some
+    samples are much longer than others. Of these ways the one whose step is the shortest is taken.
 
     Args:
         lengths: tokens of each sample.
         layout: the limits.
         num_ranks: ranks that split the batch.
+        prefixes: which samples begin alike; None: nothing is shared.
     """
     if not lengths:
         return [[] for _ in range(num_ranks)]
-    shared = _shared_by_sample(lengths, layout, num_ranks)
-    if num_ranks == 1 or not layout.packed:
-        return shared
-    dealt = _dealt_by_micro_batch(lengths, layout, num_ranks)
-    return min(shared, dealt, key=lambda ranks: step_cost(ranks, lengths, layout.attention_tokens))
+    laying = _Laying(lengths, layout, prefixes or Prefixes.none(len(lengths)))
+    ways = [laying.shared(pieces, num_ranks) for pieces in laying.ways_to_cut()]
+    if num_ranks > 1 and layout.packed:
+        ways += [laying.dealt(pieces, num_ranks) for pieces in laying.ways_to_cut()]
+    return ways[0] if len(ways) == 1 else min(ways, key=laying.step_cost)
 
 
-def step_cost(ranks: Sequence[Sequence[MicroBatch]], lengths: Sequence[int], attention_tokens: int) -> float:
+def step_cost(
+    ranks: Sequence[Sequence[MicroBatch]],
+    lengths: Sequence[int],
+    attention_tokens: int,
+    prefixes: Prefixes | None = None,
+) -> float:
     """Time of a step, in tokens of short samples: of each micro-batch that of the slowest rank, padding included."""
-    costs = sample_costs(lengths, attention_tokens)
-
-    def cost(batch: MicroBatch) -> float:
-        widths = [sum(lengths[index] for index in row) for row in batch]
-        padding = len(widths) * max(widths, default=0) - sum(widths)
-        return padding + sum(costs[index] for row in batch for index in row)
-
-    return sum(max(cost(batch) for batch in at_once) for at_once in zip(*ranks, strict=True))
+    layout = Layout(attention_tokens=attention_tokens)
+    return _Laying(lengths, layout, prefixes or Prefixes.none(len(lengths))).step_cost(ranks)
 
 
-def _shared_by_sample(lengths: Sequence[int], layout: Layout, num_ranks: int) -> list[list[MicroBatch]]:
-    """Samples to ranks by cost; then each rank lays out its own."""
-    costs = sample_costs(lengths, layout.attention_tokens)
-    shares = partition(costs, num_ranks)
-    rows = [_rows(lengths, share, layout) for share in shares]
-    count = max(len(_cut(of_rank, lengths, layout)) for of_rank in rows)
-    return [_micro_batches(of_rank, lengths, costs, layout, count) for of_rank in rows]
+class _Laying:
+    """One batch of samples, and the ways to lay it out."""
 
+    def __init__(self, lengths: Sequence[int], layout: Layout, prefixes: Prefixes) -> None:
+        self._lengths, self._layout, self._prefixes = lengths, layout, prefixes
+        self._costs = sample_costs(lengths, layout.attention_tokens)
 
-def _dealt_by_micro_batch(lengths: Sequence[int], layout: Layout, num_ranks: int) -> list[list[MicroBatch]]:
-    """Micro-batches of all samples, from the costliest on, to one rank after the other."""
-    costs = sample_costs(lengths, layout.attention_tokens)
-    rows = _rows(lengths, range(len(lengths)), layout)
-    rounds = -(-len(_cut(rows, lengths, layout)) // num_ranks)
-    batches = _micro_batches(rows, lengths, costs, layout, rounds * num_ranks)
-    return [batches[rank::num_ranks] for rank in range(num_ranks)]
+    def ways_to_cut(self) -> list[list[_Piece]]:
+        """Sample by sample; and where some may share their prompts, family by family before that."""
+        alone: list[_Piece] = [[index] for index in range(len(self._lengths))]
+        return [self._families(), alone] if self._layout.packed and self._prefixes.any_shared else [alone]
 
+    def shared(self, pieces: Sequence[_Piece], num_ranks: int) -> list[list[MicroBatch]]:
+        """Pieces to ranks by cost; then each rank lays out its own."""
+        shares = partition([self._cost(piece) for piece in pieces], num_ranks)
+        rows = [self._rows([pieces[place] for place in share]) for share in shares]
+        count = max(len(self._cut(of_rank)) for of_rank in rows)
+        return [self._micro_batches(of_rank, count) for of_rank in rows]
 
-def _rows(lengths: Sequence[int], chosen: Sequence[int], layout: Layout) -> list[list[int]]:
-    if not layout.packed or not chosen:
-        return [[index] for index in chosen]
-    own = [lengths[index] for index in chosen]
-    width = min(max(layout.row_tokens, max(own)), sum(own))
-    return [[chosen[place] for place in row] for row in pack_rows(own, width)]
+    def dealt(self, pieces: Sequence[_Piece], num_ranks: int) -> list[list[MicroBatch]]:
+        """Micro-batches of all pieces, from the costliest on, to one rank after the other."""
+        rows = self._rows(pieces)
+        rounds = -(-len(self._cut(rows)) // num_ranks)
+        batches = self._micro_batches(rows, rounds * num_ranks)
+        return [batches[rank::num_ranks] for rank in range(num_ranks)]
 
+    def step_cost(self, ranks: Sequence[Sequence[MicroBatch]]) -> float:
+        """As the function of this name."""
 
-def _cut(rows: Sequence[Sequence[int]], lengths: Sequence[int], layout: Layout) -> list[list[int]]:
-    """Rows of each micro-batch, in order."""
-    return micro_batches([sum(lengths[index] for index in row) for row in rows], layout.micro_batch_tokens)
+        def cost(batch: MicroBatch) -> float:
+            widths = [self._width(row) for row in batch]
+            padding = len(widths) * max(widths, default=0) - sum(widths)
+            return padding + sum(map(self._cost, batch))
 
+        return sum(max(cost(batch) for batch in at_once) for at_once in zip(*ranks, strict=True))
 
-def _micro_batches(
-    rows: list[list[int]], lengths: Sequence[int], costs: Sequence[float], layout: Layout, count: int
-) -> list[MicroBatch]:
-    """Rows spread over `count` micro-batches, the costliest first."""
-    cut = _cut(rows, lengths, layout)
-    if layout.packed:
-        widths = [sum(lengths[index] for index in row) for row in rows]
-        row_costs = [sum(costs[index] for index in row) for row in rows]
-        cut = balanced_micro_batches(widths, row_costs, layout.micro_batch_tokens, count)
-    cut += [[] for _ in range(count - len(cut))]
-    return [[rows[number] for number in batch] for batch in cut]
+    def _families(self) -> list[_Piece]:
+        """The samples of each family, in as few pieces as fit into rows."""
+        members: dict[int, list[int]] = {}
+        for index, family in enumerate(self._prefixes.families):
+            members.setdefault(family, []).append(index)
+        pieces: list[_Piece] = []
+        for family in members.values():
+            prefix = self._prefixes.lengths[family[0]]
+            own = [self._lengths[index] - prefix for index in family]
+            room = max(self._layout.row_tokens - prefix, *own)
+            pieces += [[family[place] for place in piece] for piece in pack_rows(own, room)]
+        return pieces
+
+    def _width(self, row: Sequence[int]) -> int:
+        """Tokens of samples that lie side by side, each beginning that is shared counted once."""
+        if len(row) == 1:
+            return self._lengths[row[0]]
+        return sum(self._lengths[index] for index in row) - sum(self._prefixes.skipped(row))
+
+    def _cost(self, row: Sequence[int]) -> float:
+        """The same in tokens of short samples."""
+        if len(row) == 1:
+            return self._costs[row[0]]
+        whole = sum(self._costs[index] for index in row)
+        return whole - sum(sample_costs(self._prefixes.skipped(row), self._layout.attention_tokens))
+
+    def _rows(self, pieces: Sequence[_Piece]) -> list[list[int]]:
+        if not self._layout.packed or not pieces:
+            return [[*piece] for piece in pieces]
+        widths = [self._width(piece) for piece in pieces]
+        width = min(max(self._layout.row_tokens, *widths), sum(widths))
+        side_by_side = lambda index: (self._prefixes.families[index], index)  # noqa: E731
+        rows = [[index for place in row for index in pieces[place]] for row in pack_rows(widths, width)]
+        return [sorted(row, key=side_by_side) for row in rows]
+
+    def _cut(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Rows of each micro-batch, in order."""
+        return micro_batches([self._width(row) for row in rows], self._layout.micro_batch_tokens)
+
+    def _micro_batches(self, rows: list[list[int]], count: int) -> list[MicroBatch]:
+        """Rows spread over `count` micro-batches, the costliest first."""
+        cut = self._cut(rows)
+        if self._layout.packed:
+            widths, costs = [self._width(row) for row in rows], [self._cost(row) for row in rows]
+            cut = balanced_micro_batches(widths, costs, self._layout.micro_batch_tokens, count)
+        cut += [[] for _ in range(count - len(cut))]
+        return [[rows[number] for number in batch] for batch in cut]

@@ -29,6 +29,8 @@ class StepResult:
     """Tokens trained on, all ranks."""
     num_row_tokens: int
     """Tokens computed, padding included, all ranks."""
+    num_sample_tokens: int
+    """Those of them that are of samples, all ranks; a prompt that samples of a row share counts once."""
     clip_fraction: float
     """Share of tokens whose ratio lies outside the clip range."""
     mismatch_kl: float

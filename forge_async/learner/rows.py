@@ -1,4 +1,7 @@
-"""Packed rows as arrays: what the model and the loss are given."""
+"""Packed rows as arrays: what the model and the loss are given.
+
+A sample's last token is not among them: nobody asks what the model would make of it.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,11 @@ class Rows:
     token_ids: np.ndarray
     """int64 [B, L]; 0 in padding."""
     positions: np.ndarray
-    """int64 [B, L], position inside the sample, from 0; padding counts on by itself as a sample of its own."""
+    """int64 [B, L], position inside the sample. They go on by one inside a sample. One that begins above 0, at k, has
+    its first k tokens in common with the last sample before it in the row that begins at 0, where they stand. Padding
+    counts on by itself as a sample of its own."""
     targets: np.ndarray
-    """int64 [B, L], the next token of the same sample."""
+    """int64 [B, L], the next token of the same sample; 0 in padding."""
     mask: np.ndarray
     """float32 [B, L], 1 where the next token is trained on."""
     behaviour_logprobs: np.ndarray
@@ -53,14 +58,28 @@ class Rows:
     """The same of the teacher."""
 
     @property
+    def num_sample_tokens(self) -> int:
+        """Tokens of samples: those that are not padding."""
+        return int((self.segments < len(self.sample_indices)).sum())
+
+    @property
     def num_segments(self) -> int:
         """Samples, and one for the padding."""
         return len(self.sample_indices) + 1
 
 
-def build_micro_batches(samples: Samples | None, batches: Sequence[MicroBatch]) -> list[Rows]:
-    """Fill the micro-batches of `learner.layout` with the samples that they name."""
-    return [empty_rows() if samples is None or not batch else _fill(samples, batch) for batch in batches]
+def build_micro_batches(
+    samples: Samples | None, batches: Sequence[MicroBatch], skipped: np.ndarray | None = None
+) -> list[Rows]:
+    """Fill the micro-batches of `learner.layout` with the samples that they name.
+
+    Args:
+        samples: N of them.
+        batches: where they lie.
+        skipped: int [N], of each sample the first tokens that its row holds already, as those of a sample before it of
+            the same family (`learner.prefixes`); None: every sample is laid down whole.
+    """
+    return [empty_rows() if samples is None or not batch else _fill(samples, batch, skipped) for batch in batches]
 
 
 def empty_rows() -> Rows:
@@ -104,9 +123,9 @@ def sequence_rows(sequences: Sequence[np.ndarray]) -> Rows:
     )
 
 
-def _fill(samples: Samples, rows: MicroBatch) -> Rows:
-    edges = samples.bounds()
-    width = max(sum(int(samples.lengths[index]) for index in row) for row in rows)
+def _fill(samples: Samples, rows: MicroBatch, skipped: np.ndarray | None) -> Rows:
+    starts, begins, stops = (each.tolist() for each in (samples.bounds()[:-1], *_computed(samples, skipped)))
+    width = max(sum(stops[index] - begins[index] for index in row) for row in rows)
     shape = (len(rows), width)
     token_ids, positions, targets = (np.zeros(shape, np.int64) for _ in range(3))
     columns = _float_columns(samples)
@@ -120,20 +139,22 @@ def _fill(samples: Samples, rows: MicroBatch) -> Rows:
     for b, row in enumerate(rows):
         place = 0
         for index in row:
-            start, stop = int(edges[index]), int(edges[index + 1])
-            count = stop - start
-            here, ahead = slice(place, place + count), slice(place, place + count - 1)
-            token_ids[b, here] = samples.token_ids[start:stop]
-            positions[b, here] = np.arange(count)
-            targets[b, ahead] = samples.token_ids[start + 1 : stop]
-            for name, column in columns.items():
-                floats[name][b, ahead] = column[start + 1 : stop]
-            steps[b, ahead] = np.where(samples.loss_mask[start + 1 : stop], made_by[start + 1 : stop], NOT_SAMPLED)
+            start, stop = begins[index], stops[index]
+            count, position = stop - start, start - starts[index]
+            here, tokens = slice(place, place + count), slice(start, stop)
+            token_ids[b, here] = samples.token_ids[tokens]
+            positions[b, here] = np.arange(position, position + count)
             segments[b, here] = next(numbers)
+            ahead = slice(start + 1, start + 1 + (count if samples.lengths[index] > 1 else 0))
+            speaking = slice(place, place + ahead.stop - ahead.start)
+            targets[b, speaking] = samples.token_ids[ahead]
+            for name, column in columns.items():
+                floats[name][b, speaking] = column[ahead]
+            steps[b, speaking] = np.where(samples.loss_mask[ahead], made_by[ahead], NOT_SAMPLED)
             if len(sets):
-                kept_set[b, ahead] = sets[start + 1 : stop]
+                kept_set[b, speaking] = sets[ahead]
             if routed is not None and samples.routed_experts is not None:
-                routed[b, here] = samples.routed_experts[start:stop]
+                routed[b, here] = samples.routed_experts[tokens]
             place += count
         positions[b, place:] = np.arange(width - place)
     return Rows(
@@ -149,13 +170,26 @@ def _fill(samples: Samples, rows: MicroBatch) -> Rows:
     )
 
 
+def row_lengths(samples: Samples) -> np.ndarray:
+    """int32 [N], the tokens that each sample has in a row: all but its last; a single token stays."""
+    return np.maximum(samples.lengths - 1, 1)
+
+
+def _computed(samples: Samples, skipped: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Where on the flat axis the part of each sample that is laid down for it alone begins and stops."""
+    starts = samples.bounds()[:-1]
+    return starts if skipped is None else starts + skipped, starts + row_lengths(samples)
+
+
 def _float_columns(samples: Samples) -> dict[str, np.ndarray]:
     """[T] each, by the field of Rows that they fill."""
     always = {"mask": samples.loss_mask, "behaviour_logprobs": samples.logprobs, "advantages": samples.advantages}
     return always | {name: each for name, each in samples.optional_columns().items() if name in FROZEN_COLUMNS}
 
 
-def lay_back(found: np.ndarray, samples: Samples, rows: MicroBatch, flat: np.ndarray) -> None:
+def lay_back(
+    found: np.ndarray, samples: Samples, rows: MicroBatch, flat: np.ndarray, skipped: np.ndarray | None = None
+) -> None:
     """Write what was found for the targets of packed rows to the tokens that they are: `build_micro_batches` undone.
 
     Args:
@@ -163,15 +197,17 @@ def lay_back(found: np.ndarray, samples: Samples, rows: MicroBatch, flat: np.nda
         samples: T tokens.
         rows: where its samples lie.
         flat: [T], written where these samples have tokens to train on.
+        skipped: as `build_micro_batches` had it.
     """
-    edges = samples.bounds()
+    begins, stops = (each.tolist() for each in _computed(samples, skipped))
     for b, row in enumerate(rows):
         place = 0
         for index in row:
-            tokens = slice(int(edges[index]) + 1, int(edges[index + 1]))
-            count = tokens.stop - tokens.start
-            flat[tokens] = np.where(samples.loss_mask[tokens], found[b, place : place + count], 0)
-            place += count + 1
+            count = stops[index] - begins[index]
+            if samples.lengths[index] > 1:
+                tokens = slice(begins[index] + 1, stops[index] + 1)
+                flat[tokens] = np.where(samples.loss_mask[tokens], found[b, place : place + count], 0)
+            place += count
 
 
 def _unrouted(shape: tuple[int, int], like: np.ndarray) -> np.ndarray:

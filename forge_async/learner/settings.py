@@ -36,6 +36,10 @@ class LearnerSettings:
     row_tokens: int = setting(64, "tokens of a packed row; grows to the longest sample", unit="tokens", low=8)
     micro_batch_tokens: int = setting(2048, "tokens of one forward and backward pass on a rank", unit="tokens", low=8)
     packed: bool = setting(True, "whether samples share rows; false pads each to the longest of its micro-batch")
+    share_prompts: bool = setting(
+        True,
+        "compute the prompt that samples begin with once for those that share a row; gradients stay the same",
+    )
     attention_tokens: int = setting(
         ATTENTION_TOKENS,
         "length of a sample at which attention costs as much as the rest, about 8 times the model's width; ranks and "

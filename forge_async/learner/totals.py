@@ -23,10 +23,12 @@ NOBODY = (-1, -1)
 class StepTotals:
     """Sums and maxima by name, in float64 on the host."""
 
-    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("row_tokens", "clipped", "mismatch_kl"), 0.0))
+    sums: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("row_tokens", "sample_tokens", "clipped", "mismatch_kl"), 0.0)
+    )
     maxima: dict[str, float] = field(default_factory=lambda: {"logprob_diff": 0.0})
 
-    def add(self, terms: LossTerms, num_row_tokens: int) -> bool:
+    def add(self, terms: LossTerms, rows: Rows) -> bool:
         """Add one micro-batch, whose figures come to the host in one copy. Returns whether its loss is finite."""
         figures = (*terms.sums.values(), *terms.maxima.values())
         values = _stack(figures).tolist()
@@ -34,7 +36,8 @@ class StepTotals:
             self.sums[name] = self.sums.get(name, 0.0) + value
         for name, value in zip(terms.maxima, values[len(terms.sums) :], strict=True):
             self.maxima[name] = max(self.maxima.get(name, 0.0), value)
-        self.sums["row_tokens"] += num_row_tokens
+        self.sums["row_tokens"] += rows.token_ids.size
+        self.sums["sample_tokens"] += rows.num_sample_tokens
         return all(math.isfinite(self.sums[name]) for name in terms.sums if name.startswith("loss/"))
 
     def sum_values(self) -> torch.Tensor:

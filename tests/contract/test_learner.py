@@ -292,7 +292,8 @@ def test_how_samples_are_laid_out_changes_nothing(titan, layout):
         assert other.loss == pytest.approx(one.loss, rel=1e-5)
         assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
     assert_close(weights, other_weights)
-    assert first.num_row_tokens < trained(titan.make(), steps=1, packed=False)[0][0].num_row_tokens
+    packed, padded = (trained(titan.make(), steps=1, **how)[0][0] for how in ({"row_tokens": 512}, {"packed": False}))
+    assert packed.num_row_tokens == packed.num_sample_tokens == padded.num_sample_tokens < padded.num_row_tokens
 
 
 @pytest.mark.stack
@@ -302,9 +303,39 @@ def test_a_row_too_wide_for_a_mask_trains_like_short_ones(titan):
         learner = titan.make(lr=1e-4)
         found.append((learner.train(share(batch, row_tokens=row_tokens)), weights_of(learner)))
     (narrow, weights), (wide, other_weights) = found
-    assert wide.num_row_tokens == batch.num_tokens > 2048
+    assert wide.num_row_tokens == wide.num_sample_tokens > 2048, "one row"
     assert wide.loss == pytest.approx(narrow.loss, rel=1e-5)
     assert wide.grad_norm == pytest.approx(narrow.grad_norm, rel=1e-5)
+    assert_close(weights, other_weights)
+
+
+def of_few_prompts(samples, prompts=3):
+    """The same samples, beginning with one of a few prompts in turn, of which all but the last token can be shared."""
+    token_ids = samples.token_ids.copy()
+    for number, start in enumerate(samples.bounds()[:-1].tolist()):
+        token_ids[start : start + 3] = np.arange(3) + 10 * (1 + number % prompts)
+    return dataclasses.replace(samples, token_ids=token_ids)
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("layout", [{"row_tokens": 64}, {"row_tokens": 4096}], ids=["one_mask", "part_by_part"])
+@pytest.mark.parametrize("chosen", ["plain", "everything"])
+def test_a_prompt_that_samples_share_is_computed_once_and_nothing_changes(titan, layout, chosen):
+    settings = {"lr": 1e-4} | (
+        {"objective": EVERYTHING, "correction": "decoupled", "updates_per_batch": 2} if chosen == "everything" else {}
+    )
+    batch, found = off_policy(of_few_prompts(make_samples(300)), titan.make()), []
+    for shares in (True, False):
+        learner = titan.make(**settings)
+        found.append((learner.train(share(batch, share_prompts=shares, **layout)), weights_of(learner)))
+    (shared, weights), (apart, other_weights) = found
+    assert apart.num_sample_tokens == batch.num_tokens - len(batch)
+    assert shared.num_sample_tokens < apart.num_sample_tokens - 400
+    if layout["row_tokens"] == 4096:
+        assert shared.num_sample_tokens == apart.num_sample_tokens - 297 * 2, "three prompts"
+    assert shared.loss == pytest.approx(apart.loss, rel=1e-5, abs=1e-6)
+    assert shared.grad_norm == pytest.approx(apart.grad_norm, rel=1e-5)
+    assert shared.figures == pytest.approx(apart.figures, rel=1e-4, abs=1e-6)
     assert_close(weights, other_weights)
 
 
@@ -526,7 +557,7 @@ def test_two_ranks_train_as_one_and_their_shards_tile(odd, children):
             assert mine.grad_norm == pytest.approx(result.grad_norm, rel=1e-5)
             assert mine.num_loss_tokens == result.num_loss_tokens
             assert mine.logprob_diff_max == pytest.approx(result.logprob_diff_max, abs=1e-5)
-        assert pair[0].num_row_tokens == pair[1].num_row_tokens >= samples.num_tokens
+        assert pair[0].num_row_tokens == pair[1].num_row_tokens >= samples.num_tokens - len(samples)
     parts = call_all(ranks, "snapshot", [(), ()])
     manifest = build_manifest(PolicyVersion(step=2), [Packed(part=part) for part, _ in parts])
     embedding = [shard.shape[0] for shard in manifest.by_name()["model.embed_tokens.weight"]]

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from contract.test_learner import (
     TitanSubject,
-    assert_close,
     free_port,
     make_samples,
     off_policy,
@@ -35,14 +34,17 @@ def teacher(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("teacher"), seed=1)
 
 
-def references(titan, teacher, children):
-    """A rank of the service in each child."""
+def references(titan, teacher, children, **layout):
+    """A rank of the service in each child; `layout`: of its own rows and micro-batches, in place of small ones."""
     port, folders = free_port(), {FIELDS[0]: str(titan.folder), FIELDS[1]: str(teacher)}
     return build_all(
         children,
         "tests.backends:titan_reference",
         [
-            ((str(titan.folder), port, folders), {"rank": r, "ranks": len(children), "temperature": TEMPERATURE})
+            (
+                (str(titan.folder), port, folders),
+                {"rank": r, "ranks": len(children), "temperature": TEMPERATURE} | layout,
+            )
             for r in range(len(children))
         ],
     )
@@ -60,6 +62,11 @@ def with_kept_sets(samples, seed=0):
     others += others >= samples.token_ids[:, None]
     kept = np.concatenate([samples.token_ids[:, None], others], axis=1)
     return dataclasses.replace(samples, kept_set=np.where(samples.loss_mask[:, None], kept, -1).astype(np.int32))
+
+
+def assert_equal(one, other):
+    assert one.keys() == other.keys()
+    assert not [name for name, tensor in one.items() if not bool((tensor == other[name]).all())]
 
 
 def test_two_ranks_score_as_one_and_as_the_models_do(titan, teacher, children):
@@ -89,7 +96,8 @@ def test_two_ranks_score_as_one_and_as_the_models_do(titan, teacher, children):
 def test_a_learner_learns_the_same_whether_the_models_are_its_own_or_a_services(
     titan, teacher, children, objective, more
 ):
-    """Under adapters the reference on the mesh is the model without them; the service reads it from its folder."""
+    """Bit for bit, where both lay out their rows alike; rows laid out otherwise give the same scores, as shown above.
+    Under adapters the reference on the mesh is the model without them; the service reads it from its folder."""
     chosen = {
         "objective": {"teacher": str(teacher)} | objective,
         "updates_per_batch": 2,
@@ -100,16 +108,13 @@ def test_a_learner_learns_the_same_whether_the_models_are_its_own_or_a_services(
     results, weights = [learner.train(share(batch)) for batch in batches], weights_of(learner)
     assert results[-1].figures["reference/kl"] > 1e-7 and results[-1].figures["teacher/kl"] > 0.1
 
-    service = references(titan, teacher, children[:1])
+    service = references(titan, teacher, children[:1], row_tokens=64, micro_batch_tokens=8192)
     with_scores = [scored(batch, service) for batch in batches]
     learner = titan.make(**chosen, reads_frozen=False)
     others = [learner.train(share(batch)) for batch in with_scores]
     for one, other in zip(results, others, strict=True):
-        assert other.loss == pytest.approx(one.loss, rel=1e-6, abs=1e-7)
-        assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-6)
-        assert other.figures == pytest.approx(one.figures, rel=1e-5, abs=1e-7)
-    # An adapter's B began at 0: rounding is a larger part of what six updates have made of it.
-    assert_close(weights_of(learner), weights, rel=1e-5 if "lora" in more else 1e-6)
+        assert dataclasses.replace(other, compute_s=0) == dataclasses.replace(one, compute_s=0)
+    assert_equal(weights_of(learner), weights)
 
 
 def test_ranks_with_less_to_do_take_part_and_what_was_not_scored_is_refused(titan, teacher, children):

@@ -1,5 +1,8 @@
 """Packing loses no sample and no token, keeps its limits, and gives the same batches for the same input."""
 
+import dataclasses
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +12,7 @@ from forge_async.core.versions import NOT_SAMPLED, VersionRuns
 from forge_async.learner.batch import split_batch, split_samples
 from forge_async.learner.layout import Layout, lay_out, step_cost
 from forge_async.learner.packing import balanced_micro_batches, micro_batches, pack_rows, partition, sample_costs
+from forge_async.learner.prefixes import Prefixes
 from forge_async.learner.rows import build_micro_batches
 
 lengths = st.lists(st.integers(1, 40), max_size=40)
@@ -16,15 +20,21 @@ lengths = st.lists(st.integers(1, 40), max_size=40)
 
 @st.composite
 def some_samples(draw):
-    """Samples of a prompt and a completion each, with values that tell every token from every other."""
+    """Samples of a prompt and a completion each, with values that tell every sampled token from every other, and
+    prompts of which some are equal, or differ in their last token alone."""
     sizes = draw(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9)), min_size=1, max_size=12))
     total = sum(map(sum, sizes))
     mask = np.concatenate([np.repeat([False, True], pair) for pair in sizes])
     runs = [run for prompt, new in sizes for run in ((prompt, NOT_SAMPLED, 0), (new, 1, 0))]
     unique = np.arange(1, total + 1)
+    prompts = [np.arange(size) + 1000 * draw(st.integers(1, 2)) for size, _ in sizes]
+    for prompt in prompts:
+        prompt[-1] += draw(st.integers(0, 1))
+    made = iter(np.split(unique, np.cumsum([sum(pair) for pair in sizes])[:-1]))
+    tokens = [np.concatenate([prompt, own[len(prompt) :]]) for prompt, own in zip(prompts, made, strict=True)]
     return Samples(
         lengths=np.array([sum(pair) for pair in sizes], dtype=np.int32),
-        token_ids=unique.astype(np.int32),
+        token_ids=np.concatenate(tokens).astype(np.int32),
         loss_mask=mask,
         logprobs=(-unique * mask / 8).astype(np.float32),
         advantages=(unique * mask / 4).astype(np.float32),
@@ -109,7 +119,56 @@ layouts = st.builds(
     packed=st.booleans(),
     attention_tokens=st.integers(1, 100),
     mini_batches=st.integers(1, 3),
+    share_prompts=st.booleans(),
 )
+
+
+@st.composite
+def families(draw):
+    """Lengths of samples, and which of them begin alike: samples of one family have the same beginning and more."""
+    labels = draw(st.lists(st.integers(0, 4), min_size=1, max_size=30))
+    beginnings = draw(st.lists(st.integers(0, 12), min_size=5, max_size=5))
+    lengths = [beginnings[label] + draw(st.integers(1, 25)) for label in labels]
+    return lengths, Prefixes(
+        families=[labels.index(label) for label in labels], lengths=[beginnings[x] for x in labels]
+    )
+
+
+def width_of(row, lengths, prefixes):
+    """Tokens of a row, worked out from who lies beside whom."""
+    width, last = 0, None
+    for index in row:
+        shares = prefixes.families[index] == last
+        width += lengths[index] - (prefixes.lengths[index] if shares else 0)
+        last = prefixes.families[index]
+    return width
+
+
+@given(families(), layouts, st.integers(1, 6))
+def test_families_lie_side_by_side_within_the_limits(family, layout, num_ranks):
+    lengths, prefixes = family
+    ranks = lay_out(lengths, layout, num_ranks, prefixes)
+    assert len(ranks) == num_ranks and len({len(batches) for batches in ranks}) == 1
+    assert sorted(i for batches in ranks for batch in batches for row in batch for i in row) == [*range(len(lengths))]
+    for batch in (batch for batches in ranks for batch in batches if batch):
+        widths = [width_of(row, lengths, prefixes) for row in batch]
+        assert len(batch) == 1 or len(batch) * max(widths) <= layout.micro_batch_tokens
+        for row, width in zip(batch, widths, strict=True):
+            assert len(row) == 1 or (layout.packed and width <= max(layout.row_tokens, *lengths))
+            order = [prefixes.families[index] for index in row]
+            assert sum(one != other for one, other in pairwise(order)) == len(set(order)) - 1
+    assert lay_out(lengths, layout, num_ranks, prefixes) == ranks
+
+
+@given(st.integers(1, 6), st.integers(20, 40), st.integers(1, 4))
+def test_groups_of_one_prompt_make_a_shorter_step_than_samples_apart(groups_a_rank, prompt, num_ranks):
+    """Eight samples each with a prompt as long as their completions: with rows for a group, 7/16 of the tokens less."""
+    lengths = [prompt + prompt] * 8 * groups_a_rank * num_ranks
+    prefixes = Prefixes(families=[8 * (index // 8) for index in range(len(lengths))], lengths=[prompt] * len(lengths))
+    layout = Layout(row_tokens=9 * prompt, micro_batch_tokens=9 * prompt)
+    together = step_cost(lay_out(lengths, layout, num_ranks, prefixes), lengths, layout.attention_tokens, prefixes)
+    apart = step_cost(lay_out(lengths, layout, num_ranks), lengths, layout.attention_tokens)
+    assert together < 0.7 * apart
 
 
 @given(lengths, layouts, st.integers(1, 6))
@@ -152,7 +211,7 @@ def test_mini_batches_divide_a_batch_by_groups(parts, layout, num_ranks, keep):
         rows = [
             rows
             for share, part in zip(shares, own, strict=True)
-            for rows in build_micro_batches(share.samples, part.batches)
+            for rows in build_micro_batches(share.samples, part.batches, share.skipped)
         ]
         assert own[0].counts.num_loss_tokens == sum(int(each.mask.sum()) for each in rows)
         tokens += own[0].counts.num_loss_tokens
@@ -175,6 +234,19 @@ def test_every_sample_can_be_read_back_from_the_rows(samples, layout):
 
 
 @given(some_samples(), layouts)
+def test_no_token_of_a_row_is_there_twice_where_prompts_are_shared(samples, layout):
+    batches = _one_rank(samples, dataclasses.replace(layout, share_prompts=False))
+    apart = sum(rows.num_sample_tokens for rows in batches)
+    assert apart == sum(max(1, length - 1) for length in samples.lengths.tolist())
+    together = sum(rows.num_sample_tokens for rows in _one_rank(samples, layout))
+    assert together <= apart
+    if layout.packed and layout.share_prompts and layout.row_tokens > apart and layout.mini_batches == 1:
+        begun = {tuple(tokens[: max(0, prompt - 1)]) for tokens, prompt in _prompts(samples)}
+        rest = sum(max(1, len(tokens) - 1) - max(0, prompt - 1) for tokens, prompt in _prompts(samples))
+        assert together == sum(map(len, begun)) + rest
+
+
+@given(some_samples(), layouts)
 def test_every_token_of_the_loss_is_counted_once(samples, layout):
     batches = _one_rank(samples, layout)
     assert sum(int(rows.mask.sum()) for rows in batches) == samples.num_loss_tokens
@@ -185,29 +257,47 @@ def test_every_token_of_the_loss_is_counted_once(samples, layout):
 def _one_rank(samples, layout):
     """The rows of all mini-batches of a rank that has all samples."""
     (share,) = split_samples(samples, 1, layout)
-    return [rows for part in share.mini_batches for rows in build_micro_batches(share.samples, part.batches)]
+    parts = share.mini_batches
+    return [rows for part in parts for rows in build_micro_batches(share.samples, part.batches, share.skipped)]
+
+
+def _prompts(samples):
+    """(tokens, length of the prompt) of each sample; no prompt where nothing is trained on."""
+    edges = samples.bounds().tolist()
+    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+        mask = samples.loss_mask[start:stop]
+        yield samples.token_ids[start:stop].tolist(), int(mask.argmax()) if mask.any() else 0
 
 
 def _sample(samples, start, stop):
-    """(tokens, and what is said of each token after the first)."""
+    """(tokens, and what is said of each token after the first: of those of the prompt nothing)."""
     ahead = slice(start + 1, stop)
     columns = (samples.loss_mask, samples.logprobs, samples.advantages)
-    return samples.token_ids[start:stop].tolist(), [column[ahead].astype(float).tolist() for column in columns]
+    said = [column[ahead].astype(float).tolist() for column in columns]
+    return samples.token_ids[start:stop].tolist() if stop - start > 1 else [0], said
 
 
 def _documents(rows, b):
-    """The samples of row b, cut where the position begins anew, padding left out."""
-    starts = [*np.flatnonzero(rows.positions[b] == 0).tolist(), rows.positions.shape[1]]
-    documents = []
-    for start, stop in zip(starts[:-1], starts[1:], strict=True):
-        tokens = rows.token_ids[b, start:stop]
-        assert rows.positions[b, start:stop].tolist() == list(range(stop - start))
-        if tokens[0] == 0:
-            assert not rows.mask[b, start:stop].any()
+    """The samples of row b, padding left out: parts begin where positions do not go on, those above 0 with the first
+    tokens of the last sample that begins at 0. Each has its last token from the target of the one before it."""
+    positions = rows.positions[b].tolist()
+    starts = [at for at, position in enumerate(positions) if not at or position != positions[at - 1] + 1]
+    documents, whole = [], []
+    for start, stop in zip(starts, [*starts[1:], len(positions)], strict=True):
+        segment, skipped = set(rows.segments[b, start:stop].tolist()), positions[start]
+        assert len(segment) == 1
+        if segment == {len(rows.sample_indices)}:
+            assert not rows.mask[b, start:stop].any() and not skipped
             continue
-        assert rows.targets[b, start : stop - 1].tolist() == tokens[1:].tolist()
-        assert not rows.mask[b, stop - 1]
-        said = slice(start, stop - 1)
+        tokens = rows.token_ids[b, start:stop].tolist()
+        assert rows.targets[b, start : stop - 1].tolist() == tokens[1:]
+        last = int(rows.targets[b, stop - 1])
         columns = (rows.mask, rows.behaviour_logprobs, rows.advantages)
-        documents.append((tokens.tolist(), [column[b, said].astype(float).tolist() for column in columns]))
+        said = [column[b, start:stop].astype(float).tolist() for column in columns]
+        whole = whole if skipped else tokens
+        if not last:  # a sample of a single token
+            assert len(tokens) == 1 and not any(map(any, said))
+            documents.append(([0], [[], [], []]))
+            continue
+        documents.append(([*whole[:skipped], *tokens, last], [[0.0] * skipped + each for each in said]))
     return documents

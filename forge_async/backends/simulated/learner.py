@@ -128,6 +128,7 @@ def _result(version: PolicyVersion, num_tokens: int, compute_s: float) -> StepRe
         lr=0.0,
         num_loss_tokens=num_tokens,
         num_row_tokens=num_tokens,
+        num_sample_tokens=num_tokens,
         clip_fraction=0.0,
         mismatch_kl=0.0,
         logprob_diff_max=0.0,

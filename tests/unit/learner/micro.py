@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from forge_async.learner.batch import lay_out_samples
 from forge_async.learner.counts import Counts
 from forge_async.learner.inputs import LossInputs
 from forge_async.learner.layout import Layout, lay_out
@@ -35,8 +36,10 @@ def one_row(ratios, advantages, *, mask=None, segments=None, ages=None, behaviou
 
 def laid_out(samples, **layout):
     """The micro-batches of one rank that has these samples; `layout`: fields of Layout."""
-    lengths = [] if samples is None else samples.lengths.tolist()
-    return build_micro_batches(samples, lay_out(lengths, Layout(**layout))[0])
+    if samples is None:
+        return build_micro_batches(None, lay_out([], Layout(**layout))[0])
+    ranks, skipped = lay_out_samples(samples, Layout(**layout), 1)
+    return build_micro_batches(samples, ranks[0], skipped)
 
 
 def counts_of(inputs, num_batch_samples=None):

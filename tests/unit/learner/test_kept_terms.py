@@ -75,8 +75,8 @@ def test_half_precision_is_taken_to_full_before_anything_is_worked_out():
 def test_rows_carry_the_set_of_the_token_that_follows():
     samples = with_sets([[1, 1], [1]], width=2)
     (rows,) = laid_out(samples, row_tokens=6, micro_batch_tokens=100)
-    assert rows.kept_set.shape == (1, 5, 2) and rows.kept_set.dtype == np.int64
-    assert rows.kept_set[0].tolist() == [[10, 11], [20, 21], [-1, -1], [40, 41], [-1, -1]]
+    assert rows.kept_set.shape == (1, 3, 2) and rows.kept_set.dtype == np.int64
+    assert rows.kept_set[0].tolist() == [[10, 11], [20, 21], [40, 41]]
     assert (rows.kept_set[..., 0] >= 0).tolist() == (rows.mask > 0).tolist()
 
 

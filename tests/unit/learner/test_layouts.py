@@ -23,28 +23,32 @@ from forge_async.replay.settings import CORRECTIONS
 VOCAB, NOW = 13, 5
 LAYOUTS = {"one_row": (10_000, 10_000, 1), "packed": (16, 32, 1), "padded": (1, 10_000, 1), "alone": (1, 1, 1),
            "two_ranks": (16, 32, 2), "more_ranks_than_samples": (16, 16, 11)}  # fmt: skip
+"""Tokens of a row and of a micro-batch, ranks. Where samples share rows, they share the prompts that are equal too."""
 DENOMINATORS = ("tokens", "sequence_means", "sequences", "constant")
 
 
 def batch(seed=0, num_samples=9):
-    """Samples of two turns with a prompt before and an answer between, of several versions."""
+    """Samples of two turns with one of three prompts before and an answer between, of several versions."""
     rng = np.random.default_rng(seed)
     runs, mask = [], []
     for _ in range(num_samples):
         first, second = rng.integers(1, 6, size=2)
         runs += [
-            (2, NOT_SAMPLED, 0),
+            (3, NOT_SAMPLED, 0),
             (int(first), 2, 0),
             (1, NOT_SAMPLED, 0),
             (int(second), int(rng.integers(3, 6)), 0),
         ]
-        mask.append([False] * 2 + [True] * first + [False] + [True] * second)
+        mask.append([False] * 3 + [True] * first + [False] + [True] * second)
     lengths = np.array([len(each) for each in mask], dtype=np.int32)
     flat = np.concatenate(mask)
     advantages = np.repeat(rng.normal(size=num_samples), lengths) * flat
+    token_ids = rng.integers(0, VOCAB, size=len(flat)).astype(np.int32)
+    for number, start in enumerate(np.cumsum(lengths) - lengths):
+        token_ids[start : start + 3] = number % 3
     samples = Samples(
         lengths=lengths,
-        token_ids=rng.integers(0, VOCAB, size=len(flat)).astype(np.int32),
+        token_ids=token_ids,
         loss_mask=flat,
         logprobs=(rng.normal(-2.5, 0.3, size=len(flat)) * flat).astype(np.float32),
         advantages=advantages.astype(np.float32),
@@ -63,7 +67,7 @@ def step(settings, correction, layout):
     reference = 0.3 * torch.randn(VOCAB, VOCAB, generator=generator)
     loss, total, sums = objective_loss(settings, correction), 0.0, {}
     for share in split_batch(batch(), num_ranks, keep_zero_advantage=True, layout=layout_of):
-        for rows in build_micro_batches(share.samples, share.mini_batches[0].batches):
+        for rows in build_micro_batches(share.samples, share.mini_batches[0].batches, share.skipped):
             terms = loss(inputs_of(rows, table, reference), share.counts)
             terms.loss.backward()
             total += float(terms.loss.detach())
@@ -133,11 +137,27 @@ def test_a_divergence_in_the_reward_and_advantages_normalised_over_the_batch(kin
     same_in_every_layout(settings)
 
 
+def test_prompts_are_shared_in_some_of_these_layouts():
+    shared = {
+        name: sum(int(share.skipped.sum()) for share in shares if share.skipped is not None)
+        for name, (row_tokens, tokens, ranks) in LAYOUTS.items()
+        for shares in [
+            split_batch(
+                batch(),
+                ranks,
+                keep_zero_advantage=True,
+                layout=Layout(row_tokens=row_tokens, micro_batch_tokens=tokens),
+            )
+        ]
+    }
+    assert shared["one_row"] == 2 * 6 and 0 < shared["packed"] <= 12 and shared["padded"] == 0
+
+
 def test_a_layout_does_change_a_loss_whose_denominator_is_local():
     """The check above can fail: divided by the tokens of each micro-batch, the loss depends on how many there are."""
     layout = Layout(row_tokens=16, micro_batch_tokens=32)
     (share,) = split_batch(batch(), 1, keep_zero_advantage=True, layout=layout)
-    rows = build_micro_batches(share.samples, share.mini_batches[0].batches)
+    rows = build_micro_batches(share.samples, share.mini_batches[0].batches, share.skipped)
     counts = share.counts
     table = torch.zeros(VOCAB, VOCAB)
     loss = objective_loss(ObjectiveSettings(), "token_is")

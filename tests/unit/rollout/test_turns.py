@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from forge_async.core.errors import ForgeError
 from forge_async.core.records import Samples
 from forge_async.core.versions import NOT_SAMPLED, VersionRuns
-from forge_async.learner.layout import Layout, lay_out
+from forge_async.learner.batch import lay_out_samples
+from forge_async.learner.layout import Layout
 from forge_async.learner.rows import build_micro_batches
 from forge_async.reward.turn_advantages import turn_advantages
 from forge_async.rollout.turns import turn_spans, with_turn_advantages
@@ -56,8 +57,9 @@ def test_advantages_of_turns_reach_their_tokens_in_the_learners_rows(dialogues, 
     samples = with_turn_advantages(samples_of(dialogues), advantages)
     assert not samples.advantages[~samples.loss_mask].any()
     found = {}
-    for batches in lay_out(samples.lengths.tolist(), Layout(row_tokens=16, micro_batch_tokens=64), num_ranks):
-        for rows in build_micro_batches(samples, batches):
+    ranks, skipped = lay_out_samples(samples, Layout(row_tokens=16, micro_batch_tokens=64), num_ranks)
+    for batches in ranks:
+        for rows in build_micro_batches(samples, batches, skipped):
             for token, advantage in zip(rows.targets[rows.mask > 0], rows.advantages[rows.mask > 0], strict=True):
                 found[int(token)] = float(advantage)
     for spans, given_advantages in zip(turn_spans(samples), advantages, strict=True):
