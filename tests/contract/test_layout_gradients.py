@@ -1,9 +1,9 @@
 """The gradient of a step, of every objective and correction, does not depend on how samples are laid out.
 
-Two layouts round differently, attention most of all, so there are two checks. In float64 the gradients agree to 1e-12 on
-weights that amplify rounding: nothing but rounding lies between layouts. In float32 they agree to 1e-6 of their norm on
-weights as wide as a model's are when it is made. On the wide ones a float32 gradient lies further than that from the one
-in float64, in every layout (`docs/objectives.md`).
+Two layouts round differently, attention most of all, so there are two checks. In float64 the gradients agree to 1e-12
+on weights that amplify rounding: nothing but rounding lies between layouts. In float32 they agree to 1e-6 of their norm
+on weights as wide as a model's are when it is made. On the wide ones a float32 gradient is further than that from the
+one in float64, in every layout (`docs/objectives.md`).
 """
 
 from __future__ import annotations
