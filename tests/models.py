@@ -24,9 +24,15 @@ unevenly and the engine pads."""
 
 
 def make_model(
-    folder: Path, kind: str = "qwen3", seed: int = 0, *, vocabulary: int = 98, max_positions: int = 256
+    folder: Path,
+    kind: str = "qwen3",
+    seed: int = 0,
+    *,
+    vocabulary: int = 98,
+    max_positions: int = 256,
+    deviation: float = 0.15,
 ) -> Path:
-    """Write a model of `kind` with random weights, large enough that its predictions are far from uniform."""
+    """Write a model of `kind` with random weights: normal, by default so wide that predictions are far from uniform."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
@@ -46,7 +52,7 @@ def make_model(
         max_position_embeddings=max_positions,
         rope_theta=1e4,
         tie_word_embeddings=not kind.endswith("untied"),
-        initializer_range=0.15,
+        initializer_range=deviation,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,

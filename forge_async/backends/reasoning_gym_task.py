@@ -17,7 +17,13 @@ from forge_async.core.errors import ConfigError, ForgeError, MissingPackageError
 from forge_async.core.records import Prompt, PromptId
 from forge_async.core.rng import derive_seed
 from forge_async.prompt.ports import Renderer
-from forge_async.prompt.split import check_id, held_out_id, is_demonstration, is_held_out
+from forge_async.prompt.split import (
+    check_id,
+    held_out_id,
+    is_demonstration,
+    is_demonstration_by_crc,
+    is_held_out,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,6 +59,8 @@ class BuiltIn:
     """Whether words and answers are put in lower case."""
     exact_only: bool = False
     """Whether only the exact answer is rewarded, without the data set's partial credit."""
+    is_demonstration: Callable[[str, float], bool] = is_demonstration
+    """Of a prompt's text and the share: whether it is kept for demonstrations."""
 
 
 BUILT_INS: dict[str, BuiltIn] = {
@@ -67,6 +75,7 @@ BUILT_INS: dict[str, BuiltIn] = {
         text=lambda entry: entry["metadata"]["word"] + ">",
         lower=True,
         exact_only=True,
+        is_demonstration=is_demonstration_by_crc,
     ),
 }
 """`sum`: `5-9=` is answered by `-4`. `spell`: `klam>` is answered by `malk`."""
@@ -114,6 +123,7 @@ class ReasoningGymSource:
         self._num_prompts, self._held_out_fraction = num_prompts, held_out_fraction
         self._demonstration_fraction = demonstration_fraction
         self._demonstrations = demonstrations and demonstration_fraction > 0
+        self._is_demonstration = built_in.is_demonstration
         self._data_set, self._text, self._lower = built_in.data_set, built_in.text, built_in.lower
         self.reward = EXACT if built_in.exact_only else SCORE
         """Reference of the function that rewards completions of this task."""
@@ -157,7 +167,7 @@ class ReasoningGymSource:
 
     def _suits(self, entry: Entry) -> bool:
         """Whether the entry belongs to the part of the task that this source gives."""
-        kept = is_demonstration(self._text(entry), self._demonstration_fraction)
+        kept = self._is_demonstration(self._text(entry), self._demonstration_fraction)
         return not self._is_held_out(entry) and kept == self._demonstrations
 
     def _render(self, entry: Entry, id: PromptId) -> Prompt:

@@ -11,7 +11,7 @@ def gae(
     """Advantages and returns of each token, float32 [B, L], 0 outside the mask.
 
     delta_t = r_t + gamma * V_(t+1) - V_t and A_t = delta_t + gamma * lambda * A_(t+1), with V and A 0 after a sample's
-    last token; the return is A_t + V_t (Schulman et al. 2016, GAE, eq. 11 to 16). Tokens outside the mask, such as an
+    last token; the return is A_t + V_t (Schulman et al. 2016, GAE, eq. 16). Tokens outside the mask, such as an
     environment's answer between two turns, are stepped over.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from fractions import Fraction
 from functools import lru_cache
@@ -23,7 +24,19 @@ def is_held_out(text: str, fraction: float) -> bool:
 def is_demonstration(text: str, fraction: float) -> bool:
     """Whether a prompt that is not held out is kept for demonstrations, for a share `fraction` of those.
 
-    Decided by another hash than `is_held_out`, so that the two shares do not depend on each other.
+    Decided by a hash that mixes all bits of the text, so that neither share can be told from the text's letters.
+    """
+    share = _share(fraction)
+    found = hashlib.blake2b(b"demonstration:" + text.encode("utf-8", "surrogatepass"), digest_size=8)
+    return int.from_bytes(found.digest(), "big") % share.denominator < share.numerator
+
+
+def is_demonstration_by_crc(text: str, fraction: float) -> bool:
+    """As `is_demonstration`, by a checksum: how `spell` was split first, kept so that its warm start stays as it is.
+
+    A checksum's bits are sums (exclusive or) of the text's bits. At a share of 1/2 two texts of one length are on the
+    same side where some of their bits have the same parity: of single-digit sums the demonstrations then show one
+    parity of digits only, and a model learns nothing about the other.
     """
     share = _share(fraction)
     found = zlib.crc32(b"demonstration:" + text.encode("utf-8", "surrogatepass"))

@@ -39,7 +39,7 @@ def tiny_mixture(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 
 def test_the_tiny_mixture_trains_with_its_experts_on_two_ranks(tmp_path: Path, tiny_mixture: Path) -> None:
     assert read_shape(tiny_mixture).num_experts == 8
-    reward = tmp_path / "reward.py"  # of which every group has several: the warm start alone seldom gets a sum right
+    reward = tmp_path / "reward.py"  # of which every group has several, whatever the warm start gets right
     reward.write_text("def score(completion):\n    return sum(map(ord, completion)) % 7 / 7\n")
     words = [
         *MIXTURE, "steps=4", f"model.path={tiny_mixture}", "learner.ranks=2", "learner.expert_parallel=2",
