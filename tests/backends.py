@@ -37,6 +37,10 @@ class _TestedEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
+    def num_threads(self) -> int:
+        """With how many threads torch computes in this process."""
+        return Threads().num
+
     def load_as_vllm_does(self, weights: dict[str, Any]) -> None:
         """vLLM's own loading, once the engine has run."""
         self._engine._model().load_weights(iter(weights.items()))
@@ -64,6 +68,7 @@ def titan_learner(
     activation_checkpointing: str = "none",
     reads_frozen: bool = True,
     compile: bool = False,
+    threads: int = 1,
 ) -> Any:
     """A rank of a torchtitan learner; what was made before in this process is closed."""
     _enter_world(port, rank, ranks)
@@ -83,6 +88,7 @@ def titan_learner(
             dtype=dtype,
             activation_checkpointing=activation_checkpointing,
             compile=compile,
+            threads=threads,
         ),
         optimizer=OptimizerSettings(lr=lr, warmup_steps=0, decay=decay),
         total_steps=10,
@@ -161,6 +167,15 @@ class _Device:
 
 
 _learners: list[Any] = []
+
+
+class Threads:
+    """With how many threads torch computes in this process."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.num = torch.get_num_threads()
 
 
 class LearnerState:

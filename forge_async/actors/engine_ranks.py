@@ -37,9 +37,9 @@ CALL_TIMEOUT_S = 600.0
 class EngineRank(ForgeActor):
     """One rank. The model is touched from one thread, so that the actor stays free to fetch, and to notice deaths."""
 
-    def __init__(self, owner: Process, num_ranks: int, compiles: bool) -> None:
+    def __init__(self, owner: Process, num_ranks: int, compiles: bool, threads: int = 1) -> None:
         """`owner`: the replica's process; when it ends, however it ends, the rank ends too."""
-        self._owner, self._num_ranks, self._compiles = owner, num_ranks, compiles
+        self._owner, self._num_ranks, self._compiles, self._threads = owner, num_ranks, compiles, threads
         self._number = current_rank().rank
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rank")
         self._rank: VllmRank | None = None
@@ -106,7 +106,7 @@ class EngineRank(ForgeActor):
     def _make(self) -> VllmRank:
         from forge_async.backends.vllm_rank import VllmRank
 
-        return VllmRank(self._number, self._num_ranks, compiles=self._compiles)
+        return VllmRank(self._number, self._num_ranks, compiles=self._compiles, threads=self._threads)
 
     async def _end_with_owner(self) -> None:
         await Watch("the replica", (self._owner,)).wait_for_death()
@@ -149,7 +149,7 @@ class OwnRanks:
         options = EngineRank.options(
             mesh_name=f"{name}_ranks", procs=num_ranks, hosts=hosts, gpus=gpus, shared_gpus=shared_gpus
         )
-        return cls(await options.as_actor(Process.current(), num_ranks, policy.compile))
+        return cls(await options.as_actor(Process.current(), num_ranks, policy.compile, policy.threads))
 
     async def connect(self, store_handle: bytes) -> None:
         """Have every rank join the weight store."""

@@ -16,6 +16,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan_distributed
 from torchtitan.tools import utils as titan_utils
 
+from forge_async.backends.cpu_threads import compute_with
 from forge_async.core.errors import ConfigError
 from forge_async.learner.settings import LearnerSettings
 
@@ -59,7 +60,7 @@ def join_world(settings: LearnerSettings, seed: int, *, key: str = "learner.rank
     Raises ConfigError when their number is not `settings.ranks`, whose name is `key`.
     """
     if titan_cpu.ON_CPU:
-        torch.set_num_threads(1)
+        compute_with(settings.threads)
     device = own_device(titan_utils.device_type)
     titan_utils.device_module.set_device(device)
     parallelism = ParallelismConfig(

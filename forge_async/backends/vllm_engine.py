@@ -71,7 +71,7 @@ class VllmEngine:
         """
         begun = time.perf_counter()
         require("vllm", feature="the policy engine")
-        on_cpu = prepare(settings.compile, keeps_routing=settings.keep_routing)
+        on_cpu = prepare(settings.compile, threads=settings.threads, keeps_routing=settings.keep_routing)
         from vllm import EngineArgs, LLMEngine
         from vllm.exceptions import VLLMError
         from vllm.sampling_params import RequestOutputKind, SamplingParams

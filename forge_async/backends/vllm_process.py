@@ -19,9 +19,14 @@ CPU_ENVIRONMENT = {
 }
 
 
-def prepare(compiles: bool, *, keeps_routing: bool = False) -> bool:
-    """Set the environment, import vLLM and leave its linear layers unpacked; returns whether this is a CPU."""
+def prepare(compiles: bool, *, threads: int, keeps_routing: bool = False) -> bool:
+    """Set the environment, import vLLM and leave its linear layers unpacked; returns whether this is a CPU.
+
+    Call it on the thread that will compute: on a CPU it does so with `threads` threads, of torch and of vLLM's kernels.
+    """
     import torch
+
+    from forge_async.backends.cpu_threads import compute_with
 
     on_cpu = not torch.cuda.is_available()
     os.environ.update(ENVIRONMENT)
@@ -30,6 +35,7 @@ def prepare(compiles: bool, *, keeps_routing: bool = False) -> bool:
     if on_cpu and compiles:
         require_compiler(feature="policy.compile=true")
     if on_cpu:
+        compute_with(threads)
         os.environ.update({k: v for k, v in CPU_ENVIRONMENT.items() if not (compiles and "DYNAMO" in k)})
         import vllm._custom_ops as custom_ops
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class VllmRank:
     """Used from one thread, but for `plan_for` and `stage`, which the fetching of a version calls meanwhile."""
 
-    def __init__(self, rank: int, num_ranks: int, *, compiles: bool) -> None:
-        """`rank` of `num_ranks`, all of them on this host. Imports vLLM."""
-        prepare(compiles)
+    def __init__(self, rank: int, num_ranks: int, *, compiles: bool, threads: int = 1) -> None:
+        """`rank` of `num_ranks`, all of them on this host, with `threads` threads on a CPU. Imports vLLM."""
+        prepare(compiles, threads=threads)
         import vllm.v1.worker.worker_base  # noqa: F401  the slow part of the start, beside the engine's own
 
         self._rank, self._num_ranks = rank, num_ranks

@@ -32,6 +32,7 @@ class LearnerSettings:
     ranks: int = setting(1, "learner processes; parameters are sharded over them (FSDP2)", low=1)
     tensor_parallel: int = setting(1, "ranks of a tensor-parallel group; divides learner.ranks", low=1)
     expert_parallel: int = setting(1, "ranks over which experts are spread; divides learner.ranks", low=1)
+    threads: int = setting(1, "threads that each rank computes with on a CPU", low=1)
     dtype: str = setting("float32", "dtype of the forward and backward pass", choices=("float32", "bfloat16"))
     row_tokens: int = setting(64, "tokens of a packed row; grows to the longest sample", unit="tokens", low=8)
     micro_batch_tokens: int = setting(2048, "tokens of one forward and backward pass on a rank", unit="tokens", low=8)

@@ -14,6 +14,7 @@ class PolicySettings:
 
     replicas: int = setting(1, "engines serving the policy", low=1)
     tensor_parallel: int = setting(1, "ranks of each engine", low=1)
+    threads: int = setting(1, "threads that each rank of an engine computes with on a CPU", low=1)
     dtype: str = setting("float32", "dtype the engine computes in", choices=("float32", "bfloat16", "float16"))
     max_model_tokens: int = setting(64, "longest prompt and completion together", unit="tokens", low=8)
     max_sequences: int = setting(512, "sequences that an engine decodes together", low=1)

@@ -260,7 +260,12 @@ def test_how_full_the_engine_is_is_told(engine):
 @pytest.mark.parametrize("kind", ["qwen3_untied", "llama", "llama_untied"])
 def test_vllm_serves_other_architectures_as_they_were_loaded(engine_child, tmp_path, kind):
     folder = make_model(tmp_path / kind, kind)
-    engine, weights = engine_child.build("tests.backends:vllm_engine", str(folder)), read_weights(folder)
+    threads = 2 if kind == "llama" else 1
+    engine, weights = (
+        engine_child.build("tests.backends:vllm_engine", str(folder), threads=threads),
+        read_weights(folder),
+    )
+    assert engine.num_threads() == threads
     engine.load(weights, PolicyVersion(step=1))
     assert_serves(engine, weights)
     completions = generate(engine, request(tokens=16))["a"]

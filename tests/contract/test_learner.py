@@ -297,6 +297,16 @@ def test_how_samples_are_laid_out_changes_nothing(titan, layout):
 
 
 @pytest.mark.stack
+def test_threads_are_those_that_were_asked_for(titan):
+    results, weights = trained(titan.make(lr=1e-4, threads=2))
+    assert titan._child.build("tests.backends:Threads").num == 2
+    others, other_weights = trained(titan.make(lr=1e-4))
+    assert titan._child.build("tests.backends:Threads").num == 1
+    assert [each.loss for each in results] == pytest.approx([each.loss for each in others], rel=1e-5)
+    assert_close(weights, other_weights)
+
+
+@pytest.mark.stack
 def test_a_row_too_wide_for_a_mask_trains_like_short_ones(titan):
     batch, found = off_policy(make_samples(300), titan.make()), []
     for row_tokens in (64, 4096):

@@ -36,23 +36,31 @@ def measure(plan: Plan) -> Report:
     model = plan.model_folder()
     spec = specification(plan.config, model, plan.steps)
     theirs: dict[int, list[dict[str, Any]]] = {threads: [] for threads in plan.threads or (1, num_cores())}
-    ours: dict[int, list[FinishedRun]] = {bound: [] for bound in BOUNDS}
+    ours: dict[tuple[int, int], list[FinishedRun]] = {case: [] for case in our_cases(list(theirs))}
     for number in range(plan.rounds):
         for threads, results in theirs.items():
             print(f"round {number + 1}/{plan.rounds}: TRL, threads={threads}", flush=True)
             results.append(run_trl(python, spec | {"threads": threads}, plan.folder / f"trl-{threads}-{number}"))
-        for bound, runs in ours.items():
-            print(f"round {number + 1}/{plan.rounds}: ours, S={bound}", flush=True)
+        for (bound, threads), runs in ours.items():
+            print(f"round {number + 1}/{plan.rounds}: ours, S={bound}, threads={threads}", flush=True)
             words = (
                 *plan.words,
                 f"model.path={model}",
                 *SAME_WORK,
                 "async.buffer=bounded",
                 f"async.max_staleness={bound}",
+                f"learner.threads={threads}",
+                f"policy.threads={threads}",
                 f"steps={plan.steps}",
             )
-            runs.append(run_grpo(words, plan.folder / f"S{bound}-{number}"))
+            runs.append(run_grpo(words, plan.folder / f"S{bound}-{threads}-{number}"))
     return report(theirs, ours)
+
+
+def our_cases(threads: Sequence[int]) -> list[tuple[int, int]]:
+    """(S, threads of learner and engine). At S = 0 they take turns, so that each may have all the threads that TRL is
+    given; above it they compute at the same time, with one each."""
+    return [*((0, each) for each in threads), *((bound, 1) for bound in BOUNDS if bound)]
 
 
 def specification(config: Config, model: Path, steps: int) -> dict[str, Any]:
@@ -104,18 +112,20 @@ def run_trl(python: Path, spec: Mapping[str, Any], stem: Path) -> dict[str, Any]
     return result
 
 
-def report(theirs: Mapping[int, Sequence[Mapping[str, Any]]], ours: Mapping[int, Sequence[FinishedRun]]) -> Report:
-    """Figures of TRL's results by threads and of our runs by S."""
+def report(
+    theirs: Mapping[int, Sequence[Mapping[str, Any]]], ours: Mapping[tuple[int, int], Sequence[FinishedRun]]
+) -> Report:
+    """Figures of TRL's results by threads and of our runs by S and threads."""
     rows: list[dict[str, Any]] = []
     for threads, results in theirs.items():
-        case = "trl" if threads == 1 else f"trl/threads={threads}"
-        rows.append({"case": case, **trl_figures(results)})
+        rows.append({"case": _with_threads("trl", threads), **trl_figures(results)})
     fastest_s = min(row["step_s"] for row in rows)
-    for bound, runs in ours.items():
+    for (bound, threads), runs in ours.items():
         step_s = step_s_of([row for run in runs for row in steady_rows(run)])
         startup_s = median(run.head_s + float(run.summary["startup_s"]) for run in runs)
         cpu_s = cpu_figures(runs, num_cores())["cpu_s"]
-        rows.append({"case": f"ours/S={bound}", "step_s": step_s, "startup_s": startup_s, "cpu_s": cpu_s})
+        case = _with_threads(f"ours/S={bound}", threads)
+        rows.append({"case": case, "step_s": step_s, "startup_s": startup_s, "cpu_s": cpu_s})
     for row in rows:
         row["ratio"] = fastest_s / row["step_s"]
     versions = next(result["versions"] for results in theirs.values() for result in results)
@@ -124,6 +134,10 @@ def report(theirs: Mapping[int, Sequence[Mapping[str, Any]]], ours: Mapping[int,
         "TRL: " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ", one process.",
     ]
     return Report(bench="trl", rows=rows, notes=notes)
+
+
+def _with_threads(case: str, threads: int) -> str:
+    return case if threads == 1 else f"{case}/threads={threads}"
 
 
 def trl_figures(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -249,7 +249,9 @@ def trl_result(step_s):
 
 
 def test_trl_is_compared_by_the_fastest_of_its_cases():
-    report = trl.report({1: [trl_result(0.5)], 2: [trl_result(0.4)]}, {0: [finished(0.4)], 2: [finished(0.2, bound=2)]})
+    assert trl.our_cases([1, 2]) == [(0, 1), (0, 2), (2, 1)]
+    ours = {(0, 1): [finished(0.4)], (2, 1): [finished(0.2, bound=2)]}
+    report = trl.report({1: [trl_result(0.5)], 2: [trl_result(0.4)]}, ours)
     assert [r["case"] for r in report.rows] == ["trl", "trl/threads=2", "ours/S=0", "ours/S=2"]
     assert [r["ratio"] for r in report.rows] == pytest.approx([0.8, 1.0, 1.0, 2.0])
     assert [r["step_s"] for r in report.rows] == pytest.approx([0.5, 0.4, 0.4, 0.2])
