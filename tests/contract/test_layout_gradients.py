@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.timeout(180)]
 
 LAYOUTS = {
     "one row": {"row_tokens": 512},
-    "a row for each sample, several micro-batches": {"row_tokens": 8, "micro_batch_tokens": 48},
+    "a row for each sample, several micro-batches": {"row_tokens": 8, "micro_batch_tokens": 128},
     "padded, logits in chunks": {"packed": False, "logit_chunk_tokens": 5},
 }
 CASES = [
