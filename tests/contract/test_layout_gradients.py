@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]
 LAYOUTS = {
     "one row": {"row_tokens": 512},
     "one row, each sample with a prompt of its own": {"row_tokens": 512, "share_prompts": False},
-    "a row for each sample, several micro-batches": {"row_tokens": 8, "micro_batch_tokens": 48},
+    "a row for each sample, several micro-batches": {"row_tokens": 8, "micro_batch_tokens": 128},
     "padded, logits in chunks": {"packed": False, "logit_chunk_tokens": 5},
 }
 CASES = [
