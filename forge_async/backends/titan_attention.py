@@ -16,7 +16,9 @@ from forge_async.backends import titan_cpu  # before any other part of torchtita
 # isort: split
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch.nn.attention import current_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
+from torchtitan.distributed.utils import is_in_batch_invariant_mode
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 
 MASK_ENTRIES = 1 << 22
@@ -92,12 +94,17 @@ class SharedVarlenAttention(VarlenAttention):
                 q_BLNH, k_BLNH, v_BLNH, attention_masks=attention_masks, scale=scale, enable_gqa=enable_gqa, **rest
             )
         metadata, places = attention_masks.metadata, attention_masks.places
-        queries, keys, values = (each.flatten(0, 1).to(torch.bfloat16) for each in (q_BLNH, k_BLNH, v_BLNH))
+        queries = q_BLNH.flatten(0, 1).to(torch.bfloat16)
+        # Gathered from float32, in which the gradients of all that share a beginning are summed, then.
+        wide = torch.promote_types(k_BLNH.dtype, torch.float32)
+        keys, values = (each.flatten(0, 1).to(wide)[places].to(torch.bfloat16) for each in (k_BLNH, v_BLNH))
+        # As VarlenAttention has it: FlashAttention 2 with splits of its own choosing may give NaN.
+        one_split = current_flash_attention_impl() in (None, "FA2") or is_in_batch_invariant_mode()
         # Where a part has fewer queries than keys the kernel aligns both at their ends, as is wanted here.
         attended = varlen_attn(
             queries,
-            keys[places],
-            values[places],
+            keys,
+            values,
             metadata.cu_seq_q,
             metadata.cu_seq_k,
             metadata.max_q,
@@ -105,6 +112,7 @@ class SharedVarlenAttention(VarlenAttention):
             scale=scale,
             window_size=self.window_size,
             enable_gqa=enable_gqa,
+            num_splits=1 if one_split and torch.version.hip is None else None,
         )
         assert isinstance(attended, torch.Tensor)
         return attended.view(*q_BLNH.shape[:2], -1, v_BLNH.shape[-1]).to(q_BLNH.dtype)
@@ -148,6 +156,7 @@ def mask_of(positions: torch.Tensor) -> torch.Tensor:
 
 def parts_of(positions: torch.Tensor) -> list[Part]:
     """The parts of packed rows, in order; they tile the rows."""
+    positions = positions.cpu()  # one copy in place of some for each row
     begins, found = _begins(positions), []
     for row, line in enumerate(positions):
         starts = begins[row].nonzero().flatten()
@@ -199,8 +208,11 @@ def _attend_parts(heads_first: tuple[torch.Tensor, ...], parts: Sequence[Part], 
         at = slice(part.row, part.row + 1)
         query = queries[at, :, part.start : part.stop]
         key, value = (_with_beginning(each[at], part).repeat_interleave(groups, dim=1) for each in (keys, values))
-        if not part.skipped:
-            rows[part.row].append(F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale))
+        if part.skipped <= query.shape[2]:
+            # As if the beginning asked too: less than the entries of a mask, of which the backward pass would keep all.
+            query = F.pad(query, (0, 0, part.skipped, 0))
+            found = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+            rows[part.row].append(found[:, :, part.skipped :])
             continue
         for begun in range(0, query.shape[2], lot := max(1, MASK_ENTRIES // key.shape[2])):
             some = query[:, :, begun : begun + lot]

@@ -95,7 +95,7 @@ def test_part_by_part_is_as_with_one_mask_whatever_the_lots(positions, entries):
         torch.testing.assert_close(one, other)
 
 
-def varlen_on_cpu(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+def varlen_on_cpu(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa, num_splits):
     """What torch documents of `varlen_attn`, causal masks aligned at the ends of queries and keys."""
     assert window_size == (-1, 0) and enable_gqa
     found, edges = [], list(zip(cu_seq_q.tolist(), cu_seq_k.tolist(), strict=True))
@@ -111,12 +111,17 @@ def varlen_on_cpu(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale,
     return torch.cat(found)
 
 
-@given(packed())
-def test_gathered_keys_are_those_that_the_mask_shows(positions):
-    masks = gathered(parts_of(positions), positions.shape[1], torch.device("cpu"))
+def shared_attention():
     attention = SharedVarlenAttention.__new__(SharedVarlenAttention)  # its own set-up asks for a GPU
     torch.nn.Module.__init__(attention)
     attention.window_size = (-1, 0)
+    return attention
+
+
+@given(packed())
+def test_gathered_keys_are_those_that_the_mask_shows(positions):
+    masks = gathered(parts_of(positions), positions.shape[1], torch.device("cpu"))
+    attention = shared_attention()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(titan_attention, "varlen_attn", varlen_on_cpu)
         patch.setattr(torch, "bfloat16", torch.float64)  # the kernel's own dtype; here the comparison's
@@ -124,6 +129,33 @@ def test_gathered_keys_are_those_that_the_mask_shows(positions):
     whole = attended(CpuAttention(CpuAttention.Config()), positions, mask_of(positions))
     for one, other in zip(whole, shared, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_gradients_of_all_that_share_a_beginning_are_summed_in_float32(monkeypatch):
+    """511 parts ask the first token's key for a gradient of 1 each; bfloat16 adds no 1 to 256."""
+    positions = torch.tensor([[0, *[1] * 511]])
+    queries, keys, values = (torch.zeros(1, 512, 1, 1, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    monkeypatch.setattr(titan_attention, "varlen_attn", lambda query, key, *_, **__: query + key.sum() / 512)
+    masks = gathered(parts_of(positions), 512, positions.device)
+    shared_attention()(queries, keys, values, attention_masks=masks, enable_gqa=True).sum().backward()
+    assert keys.grad is not None and keys.grad.flatten()[:2].tolist() == [512, 1], "511 is 512 in bfloat16"
+
+
+def test_a_part_that_is_longer_than_its_beginning_is_attended_without_a_mask(monkeypatch):
+    positions, masks = torch.tensor([[0, 1, 2, 3, 2, 3, 2, 3, 4]]), []
+    whole = attended(CpuAttention(CpuAttention.Config()), positions, mask_of(positions))
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*args, attn_mask=None, **how):
+        masks.append(attn_mask)
+        return attend(*args, attn_mask=attn_mask, **how)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    for one, other in zip(
+        whole, attended(CpuAttention(CpuAttention.Config()), positions, parts_of(positions)), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+    assert masks == [None, None, None]
 
 
 def test_rows_that_share_prompts_say_so_by_their_positions():
