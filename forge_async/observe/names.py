@@ -111,6 +111,10 @@ EVAL_PASS_AT = _sometimes("eval/pass_at_<k>", "", "chance that one of k samples 
 EVAL_OLDEST_VERSION = _sometimes("eval/oldest_version", "versions", "oldest version that made a token of its answers")
 EVAL_NEWEST_VERSION = _sometimes("eval/newest_version", "versions", "newest version that made a token of its answers")
 LEARNING_RATE = _sometimes("optimizer/lr", "", "learning rate of the step")
+TOKENS_COMPUTED = _sometimes(
+    "tokens/computed", "tokens", "samples' tokens that the learner computed: shared prompts once, no last token"
+)
+USEFUL_FRACTION = _sometimes("packing/useful_fraction", "", "the same as a share of the rows, padding included")
 COMPLETION_TOKENS = _sometimes("tokens/completion_mean", "tokens", "mean length of the batch's completions")
 TRUNCATED_FRACTION = _sometimes("tokens/truncated_fraction", "", "share of completions cut off by the token limit")
 RATIO_MEAN = _sometimes(
