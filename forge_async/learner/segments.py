@@ -1,4 +1,4 @@
-"""Sums over the samples of packed rows. A sample lies whole in one row, so each is exact without another rank."""
+"""Sums over the samples of packed rows. What a sample trains lies in one row, so each is exact without another rank."""
 
 from __future__ import annotations
 
