@@ -21,9 +21,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torchtitan.distributed.utils import is_in_batch_invariant_mode
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 
-MASK_ENTRIES = 1 << 22
-"""Entries of a mask, rows x width x width, up to which one call attends in all rows: faster while parts are short, and
-a row of 2,048 tokens is the widest. Wider rows are attended part by part, with masks of this size at most."""
+from forge_async.learner.settings import MASK_ENTRIES
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from forge_async.config.checks_job import JOB_CHECKS
 from forge_async.config.presets import PRESETS
 from forge_async.config.schema import Config
 from forge_async.core.errors import ConfigError
-from forge_async.learner.settings import LORA_TARGETS, OBJECTIVES
+from forge_async.learner.settings import LORA_TARGETS, MASK_ENTRIES, OBJECTIVES
 from forge_async.policy.concurrency import concurrency_limit
 from forge_async.replay.lanes import Lanes
 
@@ -302,6 +302,23 @@ def row_fits(config: Config) -> str | None:
     return None
 
 
+def compiled_rows_fit(config: Config) -> str | None:
+    """On a CPU, rows that are attended part by part would be compiled anew for each way that they are laid out."""
+    learner = config.learner
+    width = max(learner.row_tokens, config.policy.max_model_tokens)
+    if (
+        learner.compile
+        and not config.job.gpus_per_host
+        and max(learner.micro_batch_tokens, width) * width > MASK_ENTRIES
+    ):
+        return (
+            f"learner.compile=true on a CPU: {width} tokens of a row (learner.row_tokens, policy.max_model_tokens) "
+            f"times learner.micro_batch_tokens={learner.micro_batch_tokens} is above {MASK_ENTRIES}, so they would be "
+            "compiled anew for each way that they are laid out; lower one of them, or use learner.compile=false."
+        )
+    return None
+
+
 def held_out_exists(config: Config) -> str | None:
     """An evaluation needs prompts that training does not see."""
     prompts = config.eval.num_prompts
@@ -357,6 +374,7 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     engine_step_fits,
     concurrency_reads,
     row_fits,
+    compiled_rows_fit,
     held_out_exists,
     passes_are_drawn,
     *JOB_CHECKS,

@@ -23,6 +23,9 @@ class ModelSettings:
 
 ATTENTION_TOKENS = 4096
 """What `learner.attention_tokens` is when nobody says: about right for a model of width 512."""
+MASK_ENTRIES = 1 << 22
+"""On a CPU, entries of a mask, rows x width x width, up to which one call attends in all rows: faster while samples are
+short; a row of 2,048 tokens is the widest. Wider rows are attended part by part, with masks of this size at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,6 +139,11 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
     (c.concurrency_reads, {"policy.concurrency": "few"}, ["policy.concurrency=few", "all, auto"]),
     (c.concurrency_reads, {"policy.concurrency": "0"}, ["policy.concurrency=0"]),
     (c.row_fits, {"learner.row_tokens": 9000}, ["learner.row_tokens=9000", "learner.micro_batch_tokens=2048"]),
+    (
+        c.compiled_rows_fit,
+        {"learner.compile": True, "policy.max_model_tokens": 4096},
+        ["4096 tokens of a row", "learner.micro_batch_tokens=2048", "use learner.compile=false"],
+    ),
     (c.passes_are_drawn, {"eval.samples": 4, "eval.k": [1, 8]}, ["eval.k=[1, 8]", "use eval.samples=8"]),
     (c.held_out_exists, {"task.held_out_fraction": 0.0}, ["eval.num_prompts=200", "task.held_out_fraction=0"]),
     (j.hosts_exist, {"job.learner_hosts": 2}, ["job.learner_hosts=2", "job.kind=local"]),
