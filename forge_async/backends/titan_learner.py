@@ -49,7 +49,7 @@ from forge_async.learner.totals import NOBODY, Figures, StepTotals, first_bad_sa
 from forge_async.weights.adapters import is_adapter
 from forge_async.weights.copy_out import CopyOut
 from forge_async.weights.manifest import Part
-from forge_async.weights.packing import LocalShard, Packer
+from forge_async.weights.packing import LocalShard, Packer, unpacked
 
 Known: TypeAlias = dict[str, torch.Tensor]
 """Fields of LossInputs for a micro-batch, [B, L] each."""
@@ -177,6 +177,11 @@ class TitanLearner:
     def forget_base(self) -> None:
         """Whoever has the last whole snapshot is gone: the next one is whole again."""
         self.base = ""
+
+    def whole(self, part: Part, blob: torch.Tensor) -> tuple[Part, torch.Tensor]:
+        """The whole model of an older snapshot that holds adapters only: what is frozen never changes."""
+        frozen = self._weights.shards(lambda name: not is_adapter(name))
+        return self._packer.pack(sorted([*frozen, *unpacked(part, blob)], key=lambda shard: shard.name))
 
     @property
     def snapshot_bytes(self) -> int:

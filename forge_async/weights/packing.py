@@ -87,6 +87,14 @@ class Packer:
         return same_length and all(_look(shard) == look for shard, look in zip(held, self._looks, strict=True))
 
 
+def unpacked(part: Part, blob: torch.Tensor) -> list[LocalShard]:
+    """The shards of a packed blob, in its memory."""
+    return [
+        LocalShard(name=shard.name, tensor=view, global_shape=shard.global_shape, offsets=shard.offsets)
+        for shard, view in zip(part.shards, _views(part.shards, blob), strict=True)
+    ]
+
+
 class Views:
     """Views of boxes in blobs of a store's memory, made once for each piece of that memory."""
 

@@ -115,6 +115,18 @@ async def test_memory_of_the_store_is_filled_and_put(store, num_bytes):
     assert await get(store, "b") == ("small", 1)
 
 
+async def test_memory_that_was_put_last_is_not_lent_before_something_else_is_put(store):
+    """Its writer may read it, should the store die."""
+    last = None
+    for seed in range(4):
+        mine = await store.reserve(1 << 20)
+        mine.copy_(blob(1 << 20, seed=seed))
+        assert last is None or same(last, blob(1 << 20, seed=seed - 1))
+        await store.put({f"v{seed}": mine})
+        await store.delete(f"v{seed - 1}")
+        last = mine
+
+
 async def test_another_client_reads_what_this_one_put(backend, store):
     await store.put({"a": blob(1 << 20), "b": blob(10, seed=1)})
     async with backend[1].reading(["b", "a"]) as [small, large]:
