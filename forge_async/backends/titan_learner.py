@@ -114,6 +114,7 @@ class TitanLearner:
         self._packer, self._adapter_packer, self._copy_out = Packer(self.rank), Packer(self.rank), CopyOut()
         self.base = ""
         """The version whose snapshot holds what is frozen, so that later ones hold adapters only; "" before it."""
+        self._checksum: torch.Tensor | None = None
         self._frozen_scores = self._frozen(reads_frozen)
         self._values = self._value_head() if loss.needs_values else None
 
@@ -251,7 +252,18 @@ class TitanLearner:
         return self._packer, list(self._weights.shards(_all))
 
     def _state(self) -> dict[str, torch.Tensor]:
-        return titan_state.collect(self._model, self._optimizer, self._values.state() if self._values else {})
+        values = self._values.state() if self._values else {}
+        return titan_state.collect(self._model, self._optimizer, values, self._frozen_checksum())
+
+    def _frozen_checksum(self) -> dict[str, torch.Tensor]:
+        if self._lora is None:
+            return {}
+        if self._checksum is None:  # what is frozen never changes
+            own = self._weights.checksum(lambda name: not is_adapter(name))
+            self._checksum = torch.tensor([own], dtype=torch.int64, device=self._device)
+            if self._settings.ranks > 1:
+                dist.all_reduce(self._checksum)
+        return {"checksum": self._checksum}
 
     def _over_ranks(self, totals: StepTotals) -> Figures:
         sums = dict(zip(totals.sums, self._sum_over_ranks(totals.sum_values()), strict=True))
