@@ -176,8 +176,10 @@ class TitanLearner:
         return self._copy_out.begin(copier, lambda: packer.pack(shards, blob))
 
     def forget_base(self) -> None:
-        """Whoever has the last whole snapshot is gone: the next one is whole again."""
+        """Whoever has the last whole snapshot is gone: the next one is whole again, and in other memory."""
         self.base = ""
+        self._packer.forget_memory()
+        self._adapter_packer.forget_memory()
 
     def whole(self, part: Part, blob: torch.Tensor) -> tuple[Part, torch.Tensor]:
         """The whole model of an older snapshot that holds adapters only: what is frozen never changes."""

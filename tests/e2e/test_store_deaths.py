@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 from e2e.runs import (
@@ -33,8 +35,19 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()}
 
 
-def run_with_deaths(tmp_path: Path, words: list[str], *, at_steps: list[int]) -> tuple[Finished, float]:
-    """A run whose store is killed after so many steps; and the seconds from the last death to its end."""
+def segments_of(pid: int) -> int:
+    """How many segments of stores, dead ones too, a process has mapped."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return len({line.split()[4] for line in lines if "forge_async-weights" in line})
+
+
+def run_with_deaths(
+    tmp_path: Path, words: list[str], *, at_steps: list[int], look: Callable[[Popen, Path], None] | None = None
+) -> tuple[Finished, float]:
+    """A run whose store is killed after so many steps; and the seconds from the last death to its end.
+
+    `look` is called after the last death, with the run and its folder.
+    """
     before, folder, pids = shared_memory(), tmp_path / "run", set()
     process = start(tmp_path, [*words, *TINY, f"run.dir={folder}"])
     for count in at_steps:
@@ -47,6 +60,8 @@ def run_with_deaths(tmp_path: Path, words: list[str], *, at_steps: list[int]) ->
         pids |= descendants(process.pid) | {process.pid}
         os.kill(store, signal.SIGKILL)
     killed_s = time.monotonic()
+    if look is not None:
+        look(process, folder)
     finished = finish(process, folder, timeout_s=240)
     took_s = time.monotonic() - killed_s
     nothing_left(pids)
@@ -77,8 +92,15 @@ def test_a_run_whose_store_is_killed_twice_trains_all_its_steps(tmp_path: Path, 
     """`weights.verify=full`: a replica that serves what was not published ends the run. Monarch's own news of a death
     come after ten seconds, within the run."""
     steps = 200
+
+    def look(process: Popen, folder: Path) -> None:
+        """Nobody keeps memory of stores that are dead: two versions are kept, and two segments more are in use."""
+        wait_for_steps(folder, 120, process)
+        pids = processes_of(folder)
+        assert max(segments_of(pids[name]) for name in ("learner-0", "policy_0-0")) <= 5
+
     words = [f"model.path={tiny_model}", f"steps={steps}", "weights.verify=full", "advantage.zero_variance=keep"]
-    run, _ = run_with_deaths(tmp_path, words, at_steps=[2, 60])
+    run, _ = run_with_deaths(tmp_path, words, at_steps=[2, 60], look=look)
     check_whole(run, steps, 2)
     late = [event["time_s"] for event in restarts(run)]
     assert run.rows[-1]["time_s"] - late[0] > 12, "it lived on after all news of the first death"

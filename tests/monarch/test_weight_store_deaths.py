@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from forge_async.actors.store_actor import StoreActor
-from forge_async.core.errors import ActorDiedError, ConfigError, StallError
+from forge_async.core.errors import ActorDiedError, ConfigError, StallError, WeightsError
 from forge_async.core.versions import PolicyVersion
 from forge_async.weights.packing import LocalShard, Packer, unpack
 from forge_async.weights.plane import WeightPlane
@@ -181,6 +181,22 @@ async def test_a_process_lives_on_with_what_it_read_when_the_store_has_died():
     assert await holder.first_bytes.call_one(timeout_s=20) == [1]
     await store.close()
     await holder.shutdown()
+
+
+async def test_memory_of_a_store_that_has_just_died_is_refused_as_such():
+    """It had answered where the memory is, and nobody can be there any more."""
+    from forge_async.backends.segment_memory import MemfdAccess
+    from forge_async.weights.segments import Segment
+
+    actor, store = await start_store()
+    await store.put({"v1": filled(1)})
+    address = f"/proc/{actor.pids[0]}/fd/{memory_files_of(actor.pids[0])[0].name}"
+    segment = Segment(id=0, num_bytes=MIB, address=address)
+    assert MemfdAccess().open(segment, writable=False)[0] == 1
+    await kill(actor)
+    with pytest.raises(WeightsError, match="its process has ended"):
+        MemfdAccess().open(segment, writable=True)
+    await store.close()
 
 
 async def publish(plane, step):
