@@ -89,21 +89,18 @@ def check_whole(run: Finished, num_steps: int, num_restarts: int) -> None:
 
 
 def test_a_run_whose_store_is_killed_twice_trains_all_its_steps(tmp_path: Path, tiny_model: Path) -> None:
-    """`weights.verify=full`: a replica that serves what was not published ends the run. Monarch's own news of a death
-    come after ten seconds, within the run."""
-    steps = 200
+    """`weights.verify=full`: a replica that serves what was not published ends the run."""
+    steps = 100
 
     def look(process: Popen, folder: Path) -> None:
         """Nobody keeps memory of stores that are dead: two versions are kept, and two segments more are in use."""
-        wait_for_steps(folder, 120, process)
+        wait_for_steps(folder, 70, process)
         pids = processes_of(folder)
         assert max(segments_of(pids[name]) for name in ("learner-0", "policy_0-0")) <= 5
 
     words = [f"model.path={tiny_model}", f"steps={steps}", "weights.verify=full", "advantage.zero_variance=keep"]
-    run, _ = run_with_deaths(tmp_path, words, at_steps=[2, 60], look=look)
+    run, _ = run_with_deaths(tmp_path, words, at_steps=[2, 40], look=look)
     check_whole(run, steps, 2)
-    late = [event["time_s"] for event in restarts(run)]
-    assert run.rows[-1]["time_s"] - late[0] > 12, "it lived on after all news of the first death"
     for event in restarts(run):
         assert event["duration_s"] < 30
         assert "killed by SIGKILL" in event["cause"]
