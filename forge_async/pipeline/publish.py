@@ -40,15 +40,15 @@ class Publisher:
         learner: Learner,
         replay: Replay,
         keep_versions: int,
-        store: StoreKeeper | SteadyStore | None = None,
         now_s: Callable[[], float] = time.time,
+        store: StoreKeeper | SteadyStore | None = None,
     ) -> None:
         """Args:
         learner: its ranks.
         replay: is told of what becomes readable.
         keep_versions: so many stay, beside those that are read.
-        store: says through which of its deaths an operation is to go on; None: its failures are final.
         now_s: the wall clock that publications are stamped with.
+        store: says through which of its deaths an operation is to go on; None: its failures are final.
         """
         self._learner, self._replay, self._now_s = learner, replay, now_s
         self._store = store or SteadyStore()

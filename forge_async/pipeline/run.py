@@ -89,7 +89,7 @@ class Run:
         )
         self._watchdog = watchdog or Watchdog()
         self._auto, self._say = AutoBound(auto) if auto else None, say
-        self._store, self._publisher = store, Publisher(learner, replay, keep_versions, store)
+        self._store, self._publisher = store, Publisher(learner, replay, keep_versions, store=store)
         self._ring = Ring(
             replay=replay,
             learner=learner,

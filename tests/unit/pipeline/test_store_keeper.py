@@ -137,7 +137,7 @@ class World:
         self.learner = Ranks(self.replay, process)
         self.replicas = [Reader(f"policy_{number}", process) for number in range(num_replicas)]
         self.keeper = StoreKeeper(process, limit, self.hear, notice_s=notice_s)
-        self.publisher = Publisher(self.learner, self.replay, 1, self.keeper)
+        self.publisher = Publisher(self.learner, self.replay, 1, store=self.keeper)
         self.notes = Notes()
         self.ring = Ring(
             replay=self.replay,
