@@ -66,12 +66,14 @@ class EngineRank(ForgeActor):
 
     @concurrent_endpoint
     async def connect(self, store_handle: bytes) -> None:
-        """Join the weight store."""
+        """Join the weight store, in place of one that is dead if it had joined one."""
         from forge_async.backends.weight_stores import open_plane
 
-        self._plane = open_plane(store_handle)
+        old, self._plane = self._plane, open_plane(store_handle)
         self._plane.plan_for = self._model.plan_for
         self._model.fetch_as(shared=self._plane.store.transport.is_shared)
+        if old is not None:
+            await old.store.close()
 
     @concurrent_endpoint
     async def fetch(self, version: PolicyVersion) -> ReadReport:

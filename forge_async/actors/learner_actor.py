@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,14 +31,14 @@ from forge_async.learner.settings import (
 from forge_async.observe.process_stats import own_stats
 from forge_async.pipeline.batch_ahead import BatchAhead
 from forge_async.pipeline.ports import LearnerStep, Span, Spans
-from forge_async.weights.manifest import Manifest, Part
 from forge_async.weights.retention import Committed
+from forge_async.weights.snapshots import Snapshots
+from forge_async.weights.store_end import StoreEnd
 
 if TYPE_CHECKING:
     from forge_async.backends.broadcast_ends import Sending
     from forge_async.backends.titan_learner import TitanLearner
     from forge_async.config import Config
-    from forge_async.weights.plane import WeightPlane
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -75,6 +75,8 @@ class LearnerPlan:
     """Whether the batch of a step is taken while the step before it trains."""
     reads_frozen: bool = True
     """Whether reference and teacher are on the learner's mesh; without, what they give comes with the samples."""
+    keeps_last: bool = False
+    """Whether what was published last is kept, to be published again should the store die."""
 
     @classmethod
     def of(cls, config: Config, model_folder: str) -> LearnerPlan:
@@ -99,6 +101,7 @@ class LearnerPlan:
             merge_adapters=config.weights.merge_adapters,
             takes_ahead=config.asynchrony.takes_ahead,
             reads_frozen=not config.reference.is_service,
+            keeps_last=config.weights.restarts > 0,
         )
 
 
@@ -116,12 +119,11 @@ class LearnerActor(ForgeActor):
         self._copied: list[Span] = []
         """Copies that have ended since the last step told of them."""
         self._learner: TitanLearner | None = None
-        self._plane: WeightPlane | None = None
+        self._end: StoreEnd | None = None
+        """Of the weight store that it publishes to."""
         self._replay: ActorHandle | None = None
         self._batches = BatchAhead(self._take_share, end=plan.total_steps if plan.takes_ahead else 0)
-        self._snapshots: dict[PolicyVersion, Future[tuple[Part, Any]]] = {}
-        self._builds_on: dict[PolicyVersion, str] = {}
-        """The base of each snapshot that was taken since the last commit; "" of a whole one."""
+        self._snapshots = Snapshots(keeps_last=plan.keeps_last)
         self._spare: Any = None
         """Memory for the next snapshot, the store's or an older one's, asked for while the step runs."""
         self._sendings: list[Sending] = []
@@ -130,7 +132,7 @@ class LearnerActor(ForgeActor):
     async def setup(self) -> None:
         await self._run(self._build)
         if self._store is not None:
-            self._join(await self._store.handle.call_one())
+            await self._join(await self._store.handle.call_one())
 
     async def teardown(self) -> None:
         self._batches.close()
@@ -140,9 +142,14 @@ class LearnerActor(ForgeActor):
     @concurrent_endpoint
     async def connect(self, store_handle: bytes, replay: ActorHandle) -> PolicyVersion:
         """Join the weight store and the replay actor; returns the version of the loaded model."""
-        self._join(store_handle)
+        await self._join(store_handle)
         self._replay = replay
         return self._rank.version
+
+    @concurrent_endpoint
+    async def join(self, store_handle: bytes) -> None:
+        """Leave the weight store, which is dead, for another, and publish there from now on. Call on all ranks."""
+        await self._join(store_handle)
 
     @concurrent_endpoint
     async def step(self, step: int, snapshot: bool, deadline_s: float) -> LearnerStep:
@@ -187,16 +194,17 @@ class LearnerActor(ForgeActor):
         """Copy out the parameters as they are, to be staged; returns their version."""
         await self._reserve(True)
         await self._snapshot()
-        await asyncio.wrap_future(self._snapshots[self._rank.version])
+        await asyncio.wrap_future(self._snapshots.waiting(self._rank.version))
         return self._rank.version
 
     @concurrent_endpoint
     async def stage(self, version: PolicyVersion) -> None:
-        """Put this rank's shards of a snapshot into the store, and let go of the snapshot. Call on all ranks.
+        """Put this rank's shards of a snapshot into the store. Call on all ranks.
 
-        A learner of one rank leaves it to `commit`, which then puts shards and manifest in one call to the store.
+        What was staged last may be staged again, in another store. A learner of one rank leaves it to `commit`, which
+        then puts shards and manifest in one call to the store.
         """
-        await self._stage(version)
+        await self._weights.stage(version)
 
     @concurrent_endpoint
     async def publish(self, version: PolicyVersion, keep_versions: int = 2) -> None:
@@ -207,23 +215,24 @@ class LearnerActor(ForgeActor):
         """
         if self._store is None:
             raise LearnerError("The learner has no store to publish to: start it as LearnerActor(plan, store).")
-        await self._stage(version)
+        end = self._weights
+        await end.stage(version)
         rank = self._rank.rank
         await self._store.meet.call_one(str(version), rank, self._plan.learner.ranks)
         if rank != 0:
             return
-        await self._commit(version)
-        await self._weights.retire_all_but(keep_versions)
+        await end.commit(version)
+        await end.plane.retire_all_but(keep_versions)
 
     @concurrent_endpoint
     async def restage(self, version: PolicyVersion) -> None:
         """Stage whole what was staged last, beside its delta. Call on all ranks; then commit it again."""
-        await self._weights.restage(version)
+        await self._weights.plane.restage(version)
 
     @concurrent_endpoint
     async def commit(self, version: PolicyVersion) -> Committed:
         """Make a version readable, after every rank has staged it. Called on one rank."""
-        manifest = await self._commit(version)
+        manifest = await self._weights.commit(version)
         return Committed(
             num_bytes=manifest.stored_bytes,
             needs=manifest.needs,
@@ -234,7 +243,7 @@ class LearnerActor(ForgeActor):
     @concurrent_endpoint
     async def retire(self, version: PolicyVersion) -> None:
         """Delete a version from the store. Called on one rank."""
-        await self._weights.retire(version)
+        await self._weights.plane.retire(version)
 
     @concurrent_endpoint
     async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -263,23 +272,28 @@ class LearnerActor(ForgeActor):
         return self._learner
 
     @property
-    def _weights(self) -> WeightPlane:
-        if self._plane is None:
+    def _weights(self) -> StoreEnd:
+        if self._end is None:
             raise LearnerError("The learner is not connected to the weight store.")
-        return self._plane
+        return self._end
 
     async def _take_share(self, step: int, deadline_s: float) -> tuple[Share, dict[str, Any]]:
         if self._replay is None:
             raise LearnerError("The learner is not connected to the replay actor.")
         return await self._replay.take_share.call_one(step, self._rank.batch_rank, self._rank.batch_ranks, deadline_s)
 
-    def _join(self, store_handle: bytes) -> None:
+    async def _join(self, store_handle: bytes) -> None:
         from forge_async.backends.weight_stores import open_plane, open_writing_plane
 
+        old, alone = self._end, self._plan.lora.rank > 0 and not self._plan.merge_adapters
         # Versions of adapters are small as they are.
-        open_store = open_plane if self._plan.lora.rank and not self._plan.merge_adapters else open_writing_plane
-        self._plane = open_store(store_handle, self._sendings.append)
+        plane = (open_plane if alone else open_writing_plane)(store_handle, self._sendings.append)
+        whole = (lambda packed: self._run(lambda: self._rank.whole(*packed))) if alone else None
+        self._end = StoreEnd(plane, self._snapshots, num_ranks=self._plan.learner.ranks, whole=whole)
+        self._spare = None  # the old store's
         self._rank.forget_base()  # this store has none of it
+        if old is not None:
+            await old.close()
 
     def _sent(self) -> Spans:
         """Spans of the broadcasts that ended since the last call. They ran beside the step, on another thread."""
@@ -302,36 +316,21 @@ class LearnerActor(ForgeActor):
         Without it, because the store does not answer, a snapshot takes memory of its own: to publish it is what fails.
         """
         num_bytes = self._rank.snapshot_bytes
-        if not wanted or self._plane is None or not num_bytes or self._spare is not None:
+        if not wanted or self._end is None or not num_bytes or self._spare is not None:
             return
         try:
-            self._spare = await self._plane.memory(num_bytes)
+            self._spare = await self._end.plane.memory(num_bytes)
         except ForgeError as error:
             log.warning("no memory of the store for a snapshot: %s", one_sentence(error))
 
     async def _snapshot(self) -> None:
         blob, self._spare = self._spare, None
-        base, begun_s = self._rank.base, time.time()
+        begun_s = time.time()
         copy = await self._run(lambda: self._rank.begin_snapshot(self._copier, blob))
         copy.add_done_callback(
             lambda _: self._copied.append(("snapshot", "work", begun_s, time.time() - begun_s, None))
         )
-        self._snapshots[self._rank.version], self._builds_on[self._rank.version] = copy, base
-
-    async def _stage(self, version: PolicyVersion) -> None:
-        if version not in self._snapshots:
-            raise LearnerError(f"The learner has no snapshot of {version}: call snapshot after the step that makes it.")
-        if self._plan.learner.ranks > 1:
-            await self._weights.stage(version, *(await asyncio.wrap_future(self._snapshots.pop(version))))
-
-    async def _commit(self, version: PolicyVersion) -> Manifest:
-        # Kept until a later one is committed: a version may be staged and committed once more.
-        self._builds_on = {each: on for each, on in self._builds_on.items() if each >= version}
-        base = self._builds_on.get(version, "")
-        if version in self._snapshots:
-            part, blob = await asyncio.wrap_future(self._snapshots.pop(version))
-            return await self._weights.publish(version, part, blob, base)
-        return await self._weights.commit(version, self._plan.learner.ranks, base)
+        self._snapshots.add(self._rank.version, copy)
 
     def _build(self) -> None:
         from forge_async.backends.titan_learner import TitanLearner

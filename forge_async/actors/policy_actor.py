@@ -110,7 +110,11 @@ class PolicyActor(ForgeActor):
 
     @concurrent_endpoint
     async def connect(self, store_handle: bytes) -> dict[str, float]:
-        """Join the weight store; returns how long the parts of the start took, in seconds by name."""
+        """Join the weight store; returns how long the parts of the start took, in seconds by name.
+
+        Called again it leaves that store, which is dead, for another: what is read from the old one fails, and what is
+        served stays.
+        """
         await self._join(store_handle)
         return self._built
 
@@ -213,8 +217,10 @@ class PolicyActor(ForgeActor):
 
         if self._ranks is not None:
             await self._ranks.connect(store_handle)
-        self._plane = open_plane(store_handle)
+        old, self._plane = self._plane, open_plane(store_handle)
         self._unpacker = Unpacker(shared=self._plane.store.transport.is_shared)
+        if old is not None:
+            await old.store.close()
 
     @property
     def _served(self) -> PolicyVersion | None:

@@ -36,7 +36,7 @@ def prepare_folder(folder: Path) -> None:
     if folder.exists() and not (folder / MARK).exists() and any(folder.iterdir()):
         raise ConfigError(f"weights.folder={folder} holds other files; give a new folder, which will be made.")
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)  # a client of a dead store may be writing there yet
     (folder / MARK).touch()
 
 

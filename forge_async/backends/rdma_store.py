@@ -74,8 +74,9 @@ class RdmaStore(SegmentStore):
         """To read into."""
         self._lent: dict[int, torch.Tensor] = {}
         """To be filled and put, by address."""
+        self._put_last: torch.Tensor | None = None
         self._spare: dict[int, torch.Tensor] = {}
-        """What was put last and may be filled again, by its size."""
+        """What was put before that and may be filled again, by its size."""
 
     async def reserve(self, num_bytes: int) -> torch.Tensor:
         if num_bytes < INLINE_BYTES:
@@ -99,7 +100,8 @@ class RdmaStore(SegmentStore):
         segment, _ = await self._reserved(value.numel())
         await self._submit(RDMAAction().write_remote(segment.address, value))
         if own is not None:
-            self._spare = {own.numel(): own}
+            older, self._put_last = self._put_last, own
+            self._spare = {} if older is None else {older.numel(): older}
         return segment
 
     async def _fetched(self, buffers: Sequence[Any]) -> list[Any]:

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch
 
+from forge_async.core.errors import WeightsError
 from forge_async.weights.segments import Segment
 
 
@@ -95,7 +96,10 @@ class MemfdAccess:
     """Such files, mapped. A process that writes to what it did not open to write to is ended by the kernel."""
 
     def open(self, segment: Segment, *, writable: bool) -> torch.Tensor:
-        descriptor = os.open(segment.address, os.O_RDWR if writable else os.O_RDONLY)
+        try:
+            descriptor = os.open(segment.address, os.O_RDWR if writable else os.O_RDONLY)
+        except OSError as error:
+            raise WeightsError(f"The store's memory cannot be opened ({error}); its process has ended.") from error
         try:
             return _mapped(descriptor, segment.num_bytes, writable=writable)
         finally:

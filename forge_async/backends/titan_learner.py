@@ -49,7 +49,7 @@ from forge_async.learner.totals import NOBODY, Figures, StepTotals, first_bad_sa
 from forge_async.weights.adapters import is_adapter
 from forge_async.weights.copy_out import CopyOut
 from forge_async.weights.manifest import Part
-from forge_async.weights.packing import LocalShard, Packer
+from forge_async.weights.packing import LocalShard, Packer, unpacked
 
 Known: TypeAlias = dict[str, torch.Tensor]
 """Fields of LossInputs for a micro-batch, [B, L] each."""
@@ -114,6 +114,7 @@ class TitanLearner:
         self._packer, self._adapter_packer, self._copy_out = Packer(self.rank), Packer(self.rank), CopyOut()
         self.base = ""
         """The version whose snapshot holds what is frozen, so that later ones hold adapters only; "" before it."""
+        self._checksum: torch.Tensor | None = None
         self._frozen_scores = self._frozen(reads_frozen)
         self._values = self._value_head() if loss.needs_values else None
 
@@ -176,8 +177,15 @@ class TitanLearner:
         return self._copy_out.begin(copier, lambda: packer.pack(shards, blob))
 
     def forget_base(self) -> None:
-        """Whoever has the last whole snapshot is gone: the next one is whole again."""
+        """Whoever has the last whole snapshot is gone: the next one is whole again, and in other memory."""
         self.base = ""
+        self._packer.forget_memory()
+        self._adapter_packer.forget_memory()
+
+    def whole(self, part: Part, blob: torch.Tensor) -> tuple[Part, torch.Tensor]:
+        """The whole model of an older snapshot that holds adapters only: what is frozen never changes."""
+        frozen = self._weights.shards(lambda name: not is_adapter(name))
+        return self._packer.pack(sorted([*frozen, *unpacked(part, blob)], key=lambda shard: shard.name))
 
     @property
     def snapshot_bytes(self) -> int:
@@ -247,7 +255,18 @@ class TitanLearner:
         return self._packer, list(self._weights.shards(_all))
 
     def _state(self) -> dict[str, torch.Tensor]:
-        return titan_state.collect(self._model, self._optimizer, self._values.state() if self._values else {})
+        values = self._values.state() if self._values else {}
+        return titan_state.collect(self._model, self._optimizer, values, self._frozen_checksum())
+
+    def _frozen_checksum(self) -> dict[str, torch.Tensor]:
+        if self._lora is None:
+            return {}
+        if self._checksum is None:  # what is frozen never changes
+            own = self._weights.checksum(lambda name: not is_adapter(name))
+            self._checksum = torch.tensor([own], dtype=torch.int64, device=self._device)
+            if self._settings.ranks > 1:
+                dist.all_reduce(self._checksum)
+        return {"checksum": self._checksum}
 
     def _over_ranks(self, totals: StepTotals) -> Figures:
         sums = dict(zip(totals.sums, self._sum_over_ranks(totals.sum_values()), strict=True))

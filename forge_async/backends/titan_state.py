@@ -1,7 +1,9 @@
 """What a learner needs to go on where it was: parameters, optimiser, value head, in torch's distributed checkpoint.
 
-Each rank writes its own shards and reads those that it needs, so that a learner may go on with another number of ranks.
-Learning rate and the other settings of the optimiser are not kept: they are the configuration's.
+What training does not change is not in it: frozen parameters come from the model's folder again, and a checksum says
+whether they are the same ones. Each rank writes its own shards and reads those that it needs, so that a learner may go
+on with another number of ranks. Learning rate and the other settings of the optimiser are not kept: they are the
+configuration's.
 """
 
 from __future__ import annotations
@@ -22,22 +24,31 @@ from forge_async.core.errors import LearnerError
 
 Tensors = Mapping[str, torch.Tensor]
 OPTIMIZER = "optimizer."
-OPTIONAL = ("values.",)
-"""Beginnings of names that a checkpoint may lack: the value head of a run that trained without one until now."""
+FROZEN = "frozen."
+OPTIONAL = ("values.", FROZEN)
+"""Beginnings of names that a checkpoint may lack: the value head of a run that trained without one until now, and the
+checksum of frozen parameters, which older ones hold themselves."""
 
 
-def collect(model: torch.nn.Module, optimizers: Any, values: Tensors) -> dict[str, torch.Tensor]:
+def collect(model: torch.nn.Module, optimizers: Any, values: Tensors, frozen: Tensors) -> dict[str, torch.Tensor]:
     """The tensors themselves, by name: to write them, or to have a checkpoint read into them.
 
     Args:
-        model: its parameters and lasting buffers.
+        model: its lasting buffers, and those of its parameters that are trained.
         optimizers: torchtitan's container; state that no step has made yet is made.
         values: the value head's, with its optimiser's; empty without one.
+        frozen: what tells whether two models have the same frozen parameters; empty where none is frozen.
     """
-    found: dict[str, torch.Tensor] = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    held = model.state_dict(keep_vars=True).items()
+    found: dict[str, torch.Tensor] = {f"model.{name}": each.detach() for name, each in held if not _is_frozen(each)}
     for optimizer in optimizers:
         found |= {f"{OPTIMIZER}{name}": tensor for name, tensor in optimizer_tensors(optimizer).items()}
+    found |= {f"{FROZEN}{name}": tensor for name, tensor in frozen.items()}
     return found | {f"values.{name}": tensor for name, tensor in values.items()}
+
+
+def _is_frozen(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -58,9 +69,11 @@ def save(folder: Path, tensors: Tensors) -> None:
 def load(folder: Path, tensors: Tensors) -> None:
     """Read a checkpoint into `tensors`, whatever ranks wrote it. Collective.
 
-    Raises LearnerError when it cannot be read, or lacks or shapes otherwise what this learner needs.
+    Raises LearnerError when it cannot be read, or lacks or shapes otherwise what this learner needs, or when it was
+    trained on other frozen parameters.
     """
-    wanted = dict(tensors)
+    own = {name: tensor for name, tensor in tensors.items() if name.startswith(FROZEN)}
+    wanted = {name: tensor.clone() if name in own else tensor for name, tensor in tensors.items()}
     try:
         with _quiet():
             known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -69,6 +82,11 @@ def load(folder: Path, tensors: Tensors) -> None:
                     wanted = {name: tensor for name, tensor in wanted.items() if not name.startswith(beginning)}
             _check(folder, wanted, known)
             dcp.load(wanted, checkpoint_id=folder, no_dist=not dist.is_initialized())
+        if any(not torch.equal(wanted[name], tensor) for name, tensor in own.items() if name in wanted):
+            raise LearnerError(
+                f"The adapters in {folder} were trained on other weights than those that model.path has now; give the "
+                "model that the run began with."
+            )
     except (OSError, ValueError, RuntimeError, KeyError, EOFError, CheckpointException) as error:
         raise LearnerError(
             f"The checkpoint in {folder} cannot be read ({type(error).__name__}: {error}); "

@@ -12,8 +12,12 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from forge_async.core.rng import derive_seed
 from forge_async.weights.adapters import LORA_B, is_adapter, merged
 from forge_async.weights.packing import LocalShard
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> its bits as a number."""
 
 
 class NamedWeights:
@@ -53,6 +57,17 @@ class NamedWeights:
             elif name.endswith(LORA_B):
                 tensor = tensor * self._scale
             yield LocalShard(name=name, tensor=tensor, global_shape=shape, offsets=offsets, dtype=self._dtype)
+
+    def checksum(self, wanted: Callable[[str], bool]) -> int:
+        """Of this rank's boxes of the parameters whose names are wanted, as they are held: the sum over all ranks,
+        modulo 2**64, is the same on any number of them."""
+        total = 0
+        for name, parameter in self._named():
+            box = self._box(parameter) if wanted(name) else None
+            if box is not None:
+                bits = box[0].contiguous().view(_BITS[box[0].element_size()])
+                total += (derive_seed(0, name) | 1) * int(bits.sum(dtype=torch.int64))
+        return (total + 2**63) % 2**64 - 2**63
 
     def full(self, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, whole tensor) of the parameters whose names are wanted, sorted; collective."""

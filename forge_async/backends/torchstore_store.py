@@ -181,9 +181,10 @@ class TorchstoreStore:
     transport: Transport = RPC
 
     def __init__(self, address: StoreAddress, timeout_s: float = 120.0) -> None:
-        """`timeout_s` limits each call. The death of a store on this host is noticed at once."""
+        """`timeout_s` limits each call. The death of a store on this host is noticed at once; of one elsewhere whoever
+        watches it there tells, by `close`."""
         self._volume, self._timeout_s = address.volume, timeout_s
-        self._watch = Watch("store", (address.process,)) if address.process.is_local else None
+        self._watch = Watch("store", (address.process,) if address.process.is_local else ())
 
     @property
     def carried_by(self) -> str:
@@ -212,8 +213,8 @@ class TorchstoreStore:
         return await self._call(self._volume.list_keys.call_one())
 
     async def close(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
+        """Calls under way fail with ActorDiedError, and so do later ones."""
+        self._watch.close("this process has left it")
 
     async def _prepared(self, value: Any) -> tuple[TransportBuffer, Request]:
         buffer, request = MonarchTransportBuffer(), Request.from_any(value)
@@ -230,8 +231,9 @@ class TorchstoreStore:
         return [each.objects if each.is_object else await each.read_into(None) for each in buffers]
 
     async def _call(self, call: Awaitable[T]) -> T:
-        guarded = call if self._watch is None else self._watch.guard(call)
-        return await within(guarded, self._timeout_s, who="The weights", waits_for="an answer", from_whom="the store")
+        return await within(
+            self._watch.guard(call), self._timeout_s, who="The weights", waits_for="an answer", from_whom="the store"
+        )
 
 
 class SegmentStore(TorchstoreStore):

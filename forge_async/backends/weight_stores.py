@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,10 @@ async def _start(settings: WeightsSettings, folder: str) -> tuple[Any, Callable[
             raise ConfigError("weights.transport=filesystem needs weights.folder: a folder that all hosts share.")
         path = Path(folder).absolute()
         prepare_folder(path)
-        return path, lambda: shutil.rmtree(path, ignore_errors=True)
+        # Of its own: what clients of a dead store still write does not get among this one's.
+        own = path / uuid.uuid4().hex[:8]
+        own.mkdir()
+        return own, lambda: shutil.rmtree(path, ignore_errors=True)
     if settings.transport == "http":
         from forge_async.backends.http_store import HttpServer
 

@@ -1,14 +1,18 @@
-"""events.jsonl: the way of every group, written when it ends."""
+"""events.jsonl: the way of every group, written when it ends; and, in lines of their own, what befell the run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from forge_async.core.errors import ForgeError
 from forge_async.observe.jsonl import JsonlWriter, read_jsonl
+
+EVENT = "event"
+"""The key of a line that is about the run; lines of groups have none."""
+STORE_RESTARTED = "store_restarted"
 
 OUTCOMES = ("trained", "filtered", "failed", "expired", "cancelled")
 """How a group may end; each admitted group ends exactly once (Law 1)."""
@@ -58,6 +62,10 @@ class EventsLog:
         """Append groups that ended; they are in the file when this returns."""
         self._writer.write_many({name: getattr(event, name) for name in _FIELDS} for event in events)
 
+    def write_incident(self, name: str, figures: Mapping[str, Any]) -> None:
+        """Append something that happened to the run and to no group: `name` stands under EVENT."""
+        self._writer.write({EVENT: name, **figures})
+
     def close(self) -> None:
         """Close the file."""
         self._writer.close()
@@ -67,3 +75,8 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     """The ended groups in order of admission; where a resumed run ended one again, its last ending counts."""
     events = {int(event["index"]): event for event in read_jsonl(path) if isinstance(event.get("index"), int)}
     return [events[index] for index in sorted(events)]
+
+
+def read_incidents(path: Path, name: str) -> list[dict[str, Any]]:
+    """What happened to the run under this name, oldest first, before it was resumed too."""
+    return [event for event in read_jsonl(path) if event.get(EVENT) == name]

@@ -12,6 +12,7 @@ from typing import Any
 import zstandard
 
 from forge_async.observe import names
+from forge_async.observe.group_events import EVENT
 from forge_async.observe.jsonl import encode, read_jsonl
 from forge_async.observe.rollout_log import read_rollouts
 from forge_async.observe.run_directory import RunDirectory
@@ -28,12 +29,12 @@ def rewind(directory: RunDirectory, step: int, ended: Collection[int]) -> None:
         step: steps whose weights survive.
         ended: admission indices of the groups that had ended by then.
 
-    The trace stays as it is: it tells what processes did, and they did it.
+    The trace stays as it is, and so do the events of the run itself: they tell what happened to processes, and it did.
     """
     for path in (directory.summary, directory.report):
         path.unlink(missing_ok=True)
     _keep(directory.metrics, read_jsonl, lambda row: _at_most(row, names.STEP, step), _lines)
-    _keep(directory.events, read_jsonl, lambda row: row.get("index") in ended, _lines)
+    _keep(directory.events, read_jsonl, lambda row: EVENT in row or row.get("index") in ended, _lines)
     _keep(directory.rollouts, read_rollouts, lambda row: _at_most(row, "step", step), _frame)
 
 

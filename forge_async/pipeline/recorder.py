@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from forge_async.core.versions import PolicyVersion
 from forge_async.observe import names
-from forge_async.observe.group_events import EventsLog, GroupEvent
+from forge_async.observe.group_events import STORE_RESTARTED, EventsLog, GroupEvent
 from forge_async.observe.process_stats import process_stats
 from forge_async.observe.progress import Progress
 from forge_async.observe.rollout_log import RolloutLog, RolloutRecord
@@ -29,6 +29,7 @@ from forge_async.pipeline.ports import (
     Workers,
 )
 from forge_async.pipeline.publish import Publication
+from forge_async.pipeline.store_keeper import StoreRestart
 
 ENDED = ("filtered", "failed", "expired", "cancelled")
 
@@ -154,6 +155,16 @@ class Recorder:
         swap_s = pull.started_s + pull.fetch_s
         self._tracer.add(f"{replica} weights", [("fetch", "work", pull.started_s, pull.fetch_s, args)])
         self._tracer.add(f"{replica} weights", [("swap", "work", swap_s, pull.pause_s, args)])
+
+    def store_restarted(self, restart: StoreRestart, pid: int | None) -> None:
+        """The weight store died and was replaced, by a process of this pid where it is on this machine."""
+        self._pids |= {} if pid is None else {"store": pid}
+        self._progress.say(f"warning: {restart.sentence}")
+        if self._closed:
+            return
+        figures = {"time_s": restart.died_s - self._begun_s, **restart.record}
+        self._events.write_incident(STORE_RESTARTED, figures)
+        self._tracer.add("weights", [("replace the store", "wait", restart.died_s, restart.duration_s, restart.record)])
 
     def evaluated(self, found: Evaluated) -> None:
         """Figures of an evaluation, for the next row."""

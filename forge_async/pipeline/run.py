@@ -22,6 +22,7 @@ from forge_async.pipeline.recorder import Recorder
 from forge_async.pipeline.ring import Ring, RingSettings
 from forge_async.pipeline.run_state import RunState
 from forge_async.pipeline.settings import CheckpointSettings, EvalSettings
+from forge_async.pipeline.store_keeper import StoreKeeper
 from forge_async.pipeline.watchdog import Watchdog
 from forge_async.replay.auto_staleness import AutoStaleness
 
@@ -57,6 +58,7 @@ class Run:
         evaluation: EvalSettings,
         checkpoint: CheckpointSettings,
         keep_versions: int,
+        store: StoreKeeper | None = None,
         checkpoints_folder: Path,
         watchdog: Watchdog | None = None,
         evaluate_beside: bool = True,
@@ -67,6 +69,8 @@ class Run:
         resumed: RunState | None = None,
     ) -> None:
         """`auto` moves the bound on age as the run's stages ask for; `say` is told of each move.
+
+        `store` has the weight store's death mended while `keep_store` runs; None: what fails there ends the run.
 
         `evaluate_beside` lets the loops go on during an evaluation.
 
@@ -85,7 +89,7 @@ class Run:
         )
         self._watchdog = watchdog or Watchdog()
         self._auto, self._say = AutoBound(auto) if auto else None, say
-        self._publisher = Publisher(learner, replay, keep_versions)
+        self._store, self._publisher = store, Publisher(learner, replay, keep_versions, store=store)
         self._ring = Ring(
             replay=replay,
             learner=learner,
@@ -103,6 +107,11 @@ class Run:
             self._checkpoints.recall(resumed)
             self.result.eval_before, self.result.evaluations = resumed.eval_before, list(resumed.evaluations)
             self.result.best_checkpoint = self._checkpoints.best
+
+    async def keep_store(self) -> None:
+        """Have a store that dies replaced; ends only by cancellation, or with the death that is one too many."""
+        if self._store is not None:
+            await self._store.run(self._publisher.republish)
 
     async def prepare(self) -> PolicyVersion:
         """Publish the loaded model and have every replica serve it; returns its version."""

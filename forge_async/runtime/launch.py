@@ -22,6 +22,7 @@ from forge_async.pipeline.parity_alarm import ParityAlarm, default_limit
 from forge_async.pipeline.recorder import Recorder
 from forge_async.pipeline.ring import RingSettings
 from forge_async.pipeline.run import Run, RunResult
+from forge_async.pipeline.store_keeper import StoreKeeper
 from forge_async.pipeline.watchdog import Watchdog
 from forge_async.replay.auto_staleness import AutoStaleness
 from forge_async.replay.lanes import Lanes
@@ -72,16 +73,17 @@ class Launch:
             loop_watch.close()
 
     async def _train(self, actors: Actors) -> None:
-        """Run beside a watch over every process: the first death ends the run by name."""
+        """Run beside a watch over every process: the first death ends the run by name, unless it is mended."""
         run = self._build_run(actors, await actors.replay.state() if self._resume else {})
         self.result = run.result
         async with asyncio.TaskGroup() as group:
+            keeper = group.create_task(run.keep_store(), name="store")
             watches = [group.create_task(_raise_on_death(handle.watch.wait_for_death)) for handle in actors.handles]
             version = await run.prepare()
             self.startup_s = time.time() - self._begun_s
             self._progress.phase("start-up", self.startup_s)
             await run.train(version)
-            for watch in watches:
+            for watch in (keeper, *watches):
                 watch.cancel()
 
     def _build_run(self, actors: Actors, earlier_groups: Mapping[str, float]) -> Run:
@@ -115,11 +117,12 @@ class Launch:
                 # A single call has its own, shorter deadline and says more; these are the net below.
                 step_limit_s=2 * config.run.step_timeout_s + NET_S,
                 make_limit_s=config.rollout.group_timeout_s + CUT_TIMEOUT_S + NET_S,
-                weights_limit_s=4 * config.weights.timeout_s + NET_S,
+                weights_limit_s=4 * config.weights.timeout_s + NET_S + _mending_s(config),
             ),
             evaluation=config.eval,
             checkpoint=config.checkpoint,
             keep_versions=config.weights.keep_versions,
+            store=self._keeper(actors),
             checkpoints_folder=directory.checkpoints,
             watchdog=Watchdog(warn_after_s=config.run.warn_after_s, warn=self._warn, explain=actors.replay.why),
             evaluate_beside=not Lanes.of(dials, config.root.groups_per_step).synchronous,
@@ -128,6 +131,16 @@ class Launch:
             say=self._progress.say,
             begun_s=run_begun_s,
             resumed=self._resume.state if self._resume else None,
+        )
+
+    def _keeper(self, actors: Actors) -> StoreKeeper:
+        recorder, weights = self._recorder, self._config.weights
+        assert recorder is not None, "the records come first"
+        return StoreKeeper(
+            actors.store,
+            weights.restarts,
+            lambda restart: recorder.store_restarted(restart, actors.store.pid),
+            remark=weights.why_no_restart,
         )
 
     def _warn(self, text: str) -> None:
@@ -146,3 +159,8 @@ def _alarm_limit(config: Config) -> float:
 async def _raise_on_death(wait_for_death: Callable) -> None:
     error: ForgeError = await wait_for_death()
     raise error
+
+
+def _mending_s(config: Config) -> float:
+    """What replacing the store may add to the wait for a publication or a pull."""
+    return config.weights.restarts * (config.run.start_timeout_s + 2 * config.weights.timeout_s)

@@ -28,6 +28,7 @@ from forge_async.replay.generating import groups_at_once
 from forge_async.rollout.oversize import SampleLimit
 from forge_async.runtime.meshes import Placement
 from forge_async.runtime.resume import JOURNAL, ResumePoint
+from forge_async.runtime.store import RunningStore
 from forge_async.weights.retention import Committed
 
 T = TypeVar("T")
@@ -152,8 +153,10 @@ class Actors:
     learner: RemoteLearner
     replicas: tuple[RemoteReplica, ...]
     workers: RemoteWorkers
+    store: RunningStore
+    """Which may be replaced when it dies."""
     handles: tuple[ActorHandle, ...]
-    """All of them, to be watched."""
+    """All the others, to be watched: the run ends with the first that dies."""
     silent_pids: dict[str, int]
     """Processes of this machine that report no memory and CPU time of their own, by name."""
     version: PolicyVersion
@@ -204,6 +207,13 @@ async def start_actors(
     source, epoch_size = await workers[0].source.call_one()
     prompts = Prompts(source=source, epoch_size=epoch_size)
     replay = await _start_replay(config, placement, run_dir, prompts, limits, resume)
+    running = RunningStore(
+        store.result(),
+        lambda: _start_store(config, placement, run_dir, limits),
+        learner.result(),
+        tuple(replicas.values()),
+        config.weights.timeout_s,
+    )
     store_handle = await store.result().handle.call_one()
     version, *_ = await learner.result().connect.call(store_handle, replay)
     reference = [task.result() for task in references]
@@ -219,13 +229,13 @@ async def start_actors(
         learner=RemoteLearner(learner.result(), deadline, weights_deadline),
         replicas=tuple(RemoteReplica(name, handle, deadline, weights_deadline) for name, handle in replicas.items()),
         workers=RemoteWorkers(workers, deadline),
+        store=running,
         handles=(
             *filter(None, ranks),
             learner.result(),
             *reference,
             *replicas.values(),
             *workers,
-            store.result(),
             replay,
         ),
         silent_pids=_silent_pids([store.result(), replay, *reference, *filter(None, ranks)]),

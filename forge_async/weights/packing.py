@@ -81,10 +81,22 @@ class Packer:
                 torch._foreach_copy_(views, [shard.tensor for shard in held])
         return self._part, blob
 
+    def forget_memory(self) -> None:
+        """Let go of the memory that blobs lay in: it will not come again. From any thread, also while it packs."""
+        self._views.forget()
+
     def _is_planned(self, held: Sequence[LocalShard]) -> bool:
         # One tuple at a time: many thousands at once set off the garbage collector.
         same_length = len(held) == len(self._looks)
         return same_length and all(_look(shard) == look for shard, look in zip(held, self._looks, strict=True))
+
+
+def unpacked(part: Part, blob: torch.Tensor) -> list[LocalShard]:
+    """The shards of a packed blob, in its memory."""
+    return [
+        LocalShard(name=shard.name, tensor=view, global_shape=shard.global_shape, offsets=shard.offsets)
+        for shard, view in zip(part.shards, _views(part.shards, blob), strict=True)
+    ]
 
 
 class Views:
@@ -95,12 +107,16 @@ class Views:
 
     def of(self, id: Hashable, boxes: Sequence[Shard | Copy], blob: torch.Tensor) -> list[torch.Tensor]:
         """A view of each box of a blob; `id` stands for the boxes. It keeps the memory alive while it is remembered."""
-        key = (id, blob.data_ptr())
-        views = self._known.pop(key, None) or _views(boxes, blob)
-        self._known[key] = views
-        while len(self._known) > REMEMBERED_BLOBS:
-            del self._known[next(iter(self._known))]
+        key, known = (id, blob.data_ptr()), self._known
+        views = known.pop(key, None) or _views(boxes, blob)
+        known[key] = views
+        while len(known) > REMEMBERED_BLOBS:
+            del known[next(iter(known))]
         return views
+
+    def forget(self) -> None:
+        """Remember none. Whoever is being given some has them, and nobody else."""
+        self._known = {}
 
 
 def _look(shard: LocalShard) -> tuple:

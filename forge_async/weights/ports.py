@@ -26,7 +26,11 @@ class WeightStore(Protocol):
         ...
 
     async def reserve(self, num_bytes: int) -> Any:
-        """Writable memory, uint8 [num_bytes], from which `put` need not copy. Given back by being put."""
+        """Writable memory, uint8 [num_bytes], from which `put` need not copy. Given back by being put.
+
+        It is never that of what was put last and not deleted: whoever kept a view of that may read it, should the store
+        die, until something else is put.
+        """
         ...
 
     async def put(self, items: Mapping[str, Any]) -> None:

@@ -41,6 +41,15 @@ class Retention:
         """Whether a published version can be read without any other."""
         return not self._needs[version]
 
+    def holds(self, version: PolicyVersion) -> bool:
+        """Whether a version is published and not deleted."""
+        return version in self._needs
+
+    def lost(self) -> None:
+        """All versions are gone, with their store. Who began to read one still releases it."""
+        self._live.clear()
+        self._needs.clear()
+
     def published(self, version: PolicyVersion, needs: frozenset[PolicyVersion] = frozenset()) -> None:
         """Note a committed version, or one that was committed again, and all that it is built on."""
         self._live = sorted({*self._live, version})

@@ -26,6 +26,12 @@ class WeightsSettings:
     )
     keep_versions: int = setting(2, "newest versions that stay readable; older ones are deleted once unread", low=1)
     timeout_s: float = setting(120.0, "longest time one publication or pull may take", unit="s", low=0.1)
+    store_restarts: int = setting(
+        2,
+        "how often in a run a store that dies is replaced by a new one, to which the learner publishes again; 0: its "
+        "death ends the run",
+        low=0,
+    )
     folder: str = setting("", "filesystem: a folder that all hosts share; empty: in the run's directory")
     http_host: str = setting("127.0.0.1", "http: address that the store listens on, by which the other hosts reach it")
     broadcast_host: str = setting(
@@ -76,6 +82,20 @@ class WeightsSettings:
     def gpus(self) -> tuple[int, ...]:
         """The GPUs of the store's host whose memory holds versions: whoever publishes or reads must see them."""
         return (self.ipc_device,) if self.transport == "ipc" else ()
+
+    @property
+    def restarts(self) -> int:
+        """How often a store may be replaced: never one whose memory a GPU's driver may take away at its death."""
+        return 0 if self.transport == "ipc" else self.store_restarts
+
+    @property
+    def why_no_restart(self) -> str:
+        """Why a store is not replaced though `store_restarts` allows it; "" where it is."""
+        if self.restarts == self.store_restarts:
+            return ""
+        return (
+            "With weights.transport=ipc no other takes its place: its memory, which the learner writes to, has ended."
+        )
 
     def makes_deltas(self, *, is_shared: bool) -> bool:
         """Whether a writer publishes deltas.

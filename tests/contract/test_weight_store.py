@@ -115,6 +115,18 @@ async def test_memory_of_the_store_is_filled_and_put(store, num_bytes):
     assert await get(store, "b") == ("small", 1)
 
 
+async def test_memory_that_was_put_last_is_not_lent_before_something_else_is_put(store):
+    """Its writer may read it, should the store die."""
+    last = None
+    for seed in range(4):
+        mine = await store.reserve(1 << 20)
+        mine.copy_(blob(1 << 20, seed=seed))
+        assert last is None or same(last, blob(1 << 20, seed=seed - 1))
+        await store.put({f"v{seed}": mine})
+        await store.delete(f"v{seed - 1}")
+        last = mine
+
+
 async def test_another_client_reads_what_this_one_put(backend, store):
     await store.put({"a": blob(1 << 20), "b": blob(10, seed=1)})
     async with backend[1].reading(["b", "a"]) as [small, large]:
@@ -286,7 +298,7 @@ async def test_a_client_uses_its_memory_again_and_so_need_not_register_it_for_ea
         async with backend[1].reading(["a"]) as [value]:
             read.add(value.data_ptr())
             assert same(value, blob(1 << 20, seed=seed))
-    assert len(written) == 1
+    assert len(written) == 2, "in turn: what was put last stays, should the store die"
     assert len(read) == 2, "the last one is still at hand when the next one comes"
 
 

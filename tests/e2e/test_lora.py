@@ -32,7 +32,13 @@ def test_adapters_travel_alone_and_their_checkpoint_is_evaluated(tmp_path: Path,
     folder = ours.folder / "checkpoints" / "step-000004"
     assert json.loads((folder / "adapter_config.json").read_text())["r"] == 8
     assert not (folder / "model.safetensors").exists()
+    held = sum(path.stat().st_size for path in (folder / "state").iterdir())
+    assert held < whole, "three times the adapters, of which this model is not much wider, and no copy of it"
     words = [str(ours.folder), "eval.num_prompts=8", "--json", "found.json"]
     scored = finish(start(tmp_path, words, "eval"), tmp_path)
     assert scored.code == 0, scored.output
     assert json.loads((tmp_path / "found.json").read_text())["step"] == 4
+    longer = finish(start(tmp_path, [f"run.dir={ours.folder}", "run.resume=true", "steps=6"]), ours.folder)
+    assert longer.code == 0, longer.output
+    assert [row["step"] for row in longer.rows] == list(range(1, 7))
+    assert longer.summary["resumed_at"] == [4]

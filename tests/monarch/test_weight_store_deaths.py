@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from forge_async.actors.store_actor import StoreActor
-from forge_async.core.errors import ActorDiedError, ConfigError, StallError
+from forge_async.core.errors import ActorDiedError, ConfigError, StallError, WeightsError
 from forge_async.core.versions import PolicyVersion
 from forge_async.weights.packing import LocalShard, Packer, unpack
 from forge_async.weights.plane import WeightPlane
@@ -141,6 +141,62 @@ async def test_a_client_whose_death_cannot_be_seen_holds_memory_for_its_time_onl
     await late.close()
     await store.close()
     await actor.shutdown()
+
+
+async def test_who_leaves_a_store_that_does_not_answer_waits_for_it_no_longer():
+    """As one on another host, which cannot see that it is dead: whoever can has it leave."""
+    from forge_async.backends.torchstore_store import TorchstoreStore
+
+    actor, store = await start_store()
+    address = cloudpickle.loads(await actor.handle.call_one()).address
+    far = TorchstoreStore(
+        dataclasses.replace(address, process=dataclasses.replace(address.process, machine="elsewhere/0"))
+    )
+    await far.put({"v1": filled(1)})
+    os.kill(actor.pids[0], signal.SIGSTOP)
+    asked = asyncio.create_task(far.keys())
+    done, _ = await asyncio.wait([asked], timeout=0.5)
+    assert not done
+    begun = time.monotonic()
+    await far.close()
+    with pytest.raises(ActorDiedError, match="this process has left it"):
+        await asked
+    with pytest.raises(ActorDiedError):
+        await far.keys()
+    assert time.monotonic() - begun < 1
+    os.kill(actor.pids[0], signal.SIGCONT)
+    assert await store.keys() == ["v1"]
+    await store.close()
+    await actor.shutdown()
+
+
+async def test_a_process_lives_on_with_what_it_read_when_the_store_has_died():
+    """Monarch returns a message to the dead to whoever sent it: giving back a lease must not be that one's end."""
+    actor, store = await start_store()
+    holder = await start_holder(actor)
+    await store.put({"v1": filled(1)})
+    assert await holder.hold.call_one("v1") == 1
+    await kill(actor)
+    await holder.end_reading.call_one(timeout_s=20)
+    assert await holder.first_bytes.call_one(timeout_s=20) == [1]
+    await store.close()
+    await holder.shutdown()
+
+
+async def test_memory_of_a_store_that_has_just_died_is_refused_as_such():
+    """It had answered where the memory is, and nobody can be there any more."""
+    from forge_async.backends.segment_memory import MemfdAccess
+    from forge_async.weights.segments import Segment
+
+    actor, store = await start_store()
+    await store.put({"v1": filled(1)})
+    address = f"/proc/{actor.pids[0]}/fd/{memory_files_of(actor.pids[0])[0].name}"
+    segment = Segment(id=0, num_bytes=MIB, address=address)
+    assert MemfdAccess().open(segment, writable=False)[0] == 1
+    await kill(actor)
+    with pytest.raises(WeightsError, match="its process has ended"):
+        MemfdAccess().open(segment, writable=True)
+    await store.close()
 
 
 async def publish(plane, step):

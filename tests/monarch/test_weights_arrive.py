@@ -72,7 +72,7 @@ async def test_deltas_arrive_with_equal_fingerprints_and_a_damaged_one_is_replac
         actors = await start_actors(config, tiny_model, placement, tmp_path, lambda *_: None)
         publisher = Publisher(actors.learner, NoReplay(), keep_versions=2)  # pyright: ignore[reportArgumentType]
         lesson = demonstration_samples([PROBE[:5]] * 4, [PROBE[5:]] * 4)
-        learner, store, [replica] = actors.handles[0], actors.handles[-2], actors.replicas
+        learner, store, [replica] = actors.handles[0], actors.store.handle, actors.replicas
         publications, pulls = [], []
         for step in range(5):
             version = await actors.learner.snapshot()

@@ -61,3 +61,8 @@ class Holder(ForgeActor):
     async def first_bytes(self) -> list[int]:
         """Of all that is kept."""
         return [int(each[0]) for each in self._kept]
+
+    @endpoint
+    async def end_reading(self) -> None:
+        """Give back all that is held."""
+        await self._held.aclose()

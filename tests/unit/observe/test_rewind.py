@@ -5,12 +5,13 @@ from __future__ import annotations
 import tracemalloc
 from pathlib import Path
 
-from forge_async.observe.group_events import EventsLog, GroupEvent, read_events
+from forge_async.observe.group_events import EventsLog, GroupEvent, read_events, read_incidents
 from forge_async.observe.jsonl import read_jsonl
 from forge_async.observe.rewind import rewind
 from forge_async.observe.rollout_log import RolloutLog, RolloutRecord, read_rollouts
 from forge_async.observe.run_directory import RunDirectory
 from forge_async.observe.sinks import JsonlSink, read_metrics
+from forge_async.observe.summary import RunFacts, write_summary
 
 
 def written(path: Path) -> RunDirectory:
@@ -45,6 +46,17 @@ def test_what_came_after_the_checkpoint_is_taken_back(tmp_path: Path) -> None:
     log.write([RolloutRecord(step=3, group=7, prompt="", completion="", reward=0.0)])
     log.close()
     assert [record["step"] for record in read_rollouts(run.rollouts)] == [1, 2, 3]
+
+
+def test_what_befell_the_run_itself_is_not_taken_back(tmp_path: Path) -> None:
+    run = written(tmp_path / "run")
+    log = EventsLog(run.events)
+    log.write_incident("store_restarted", {"number": 1})
+    log.close()
+    rewind(run, 2, {0, 1})
+    assert [event["index"] for event in read_events(run.events)] == [0, 1]
+    assert read_incidents(run.events, "store_restarted") == [{"event": "store_restarted", "number": 1}]
+    assert write_summary(run, RunFacts(status="completed", wall_s=1.0))["weights/store_restarts"] == 1
 
 
 def test_long_records_are_never_in_memory_whole(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from forge_async.core.records import PromptId
 from forge_async.core.versions import PolicyVersion
 from forge_async.observe import names
-from forge_async.observe.group_events import EventsLog, read_events
+from forge_async.observe.group_events import EventsLog, read_events, read_incidents
 from forge_async.observe.progress import Progress
 from forge_async.observe.rollout_log import RolloutLog, read_rollouts
 from forge_async.observe.sinks import JsonlSink, read_metrics
@@ -20,6 +20,7 @@ from forge_async.pipeline.parity_alarm import ParityAlarm
 from forge_async.pipeline.ports import PassAtK
 from forge_async.pipeline.publish import Publication
 from forge_async.pipeline.recorder import Recorder
+from forge_async.pipeline.store_keeper import StoreRestart
 from tests.fakes import (
     FakeAdmission,
     FakeReplay,
@@ -267,3 +268,33 @@ async def test_processes_that_report_nothing_are_read_from_the_system(tmp_path):
     assert row["cpu_s/controller"] > 0
     assert "memory/rss_bytes/store" not in row, "a process that has ended has no memory"
     assert row["memory/rss_bytes"] == pytest.approx(100 + 50 + 200 + row["memory/rss_bytes/controller"])
+
+
+def restart(number=1):
+    return StoreRestart(
+        number=number, limit=2, cause="store was killed.", died_s=10.5, duration_s=2.0, version=PolicyVersion(step=4)
+    )
+
+
+async def test_a_store_that_was_replaced_is_told_once_everywhere(records):
+    records.step(0, 1)
+    records.recorder.store_restarted(restart(), pid=os.getpid())
+    await records.recorder.finish("the run ended")
+    assert read_incidents(records.folder / "events.jsonl", "store_restarted") == [
+        {
+            "event": "store_restarted", "time_s": 10.0, "number": 1, "cause": "store was killed.", "duration_s": 2.0,
+            "version": 4,
+        }
+    ]  # fmt: skip
+    assert list(records.events) == [1], "readers of groups pass it over"
+    told = [line for line in records.terminal.getvalue().splitlines() if line.startswith("warning: ")]
+    assert told == ["warning: store was killed. Another took its place and has policy@0.4, 2.0 s later (1 of 2)."]
+    assert records.rows[0]["memory/rss_bytes/store"] > 0, "its process is the one that counts from then on"
+    assert "replace the store" in (records.folder / "trace.json").read_text()
+
+
+async def test_a_store_that_dies_when_the_records_are_closed_is_told_to_people_only(records):
+    await records.recorder.finish("the run ended")
+    records.recorder.store_restarted(restart(), pid=None)
+    assert "Another took its place" in records.terminal.getvalue()
+    assert read_incidents(records.folder / "events.jsonl", "store_restarted") == []

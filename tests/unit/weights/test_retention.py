@@ -81,3 +81,16 @@ def test_readers_and_the_newest_are_never_robbed_and_nothing_is_deleted_twice(ac
             assert taken == [step for step in reversed(live[:-keep]) if step not in leases]
             deleted += taken
     assert len(set(deleted)) == len(deleted)
+
+
+def test_what_was_lost_with_its_store_is_neither_there_nor_deleted():
+    retention = Retention(keep=1)
+    for step in range(2):
+        retention.published(PolicyVersion(step=step))
+    retention.lease(PolicyVersion(step=0))
+    retention.lost()
+    assert retention.newest is None and not retention.holds(PolicyVersion(step=1))
+    retention.published(PolicyVersion(step=1))
+    retention.release(PolicyVersion(step=0))
+    assert retention.take_deletable() == []
+    assert retention.holds(PolicyVersion(step=1))

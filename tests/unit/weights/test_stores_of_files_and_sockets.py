@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 
 from forge_async.backends.filesystem_store import FilesystemStore, prepare_folder
 from forge_async.backends.http_store import HttpServer, HttpStore
+from forge_async.backends.weight_stores import open_store, start_store
 from forge_async.core.errors import ConfigError, WeightsError
+from forge_async.weights.settings import WeightsSettings
 
 
 @pytest.fixture
@@ -135,3 +137,20 @@ def test_a_client_that_hangs_up_leaves_no_word_on_the_terminal(server, capfd):
         time.sleep(0.1)  # the server's thread has begun to read
     time.sleep(0.2)  # and would have complained by now: there is nothing to wait for when it keeps silent
     assert capfd.readouterr().err == ""
+
+
+async def test_a_store_of_files_that_takes_the_place_of_a_dead_one_has_nothing_of_it(tmp_path):
+    settings = WeightsSettings(transport="filesystem")
+    first = await start_store(settings, str(tmp_path / "weights"))
+    old = open_store(first.handle)
+    await old.put({"v1/shard/0": torch.ones(4, dtype=torch.uint8)})
+    second = await start_store(settings, str(tmp_path / "weights"))
+    new = open_store(second.handle)
+    assert await new.keys() == []
+    await old.put({"v2/shard/0": torch.ones(4, dtype=torch.uint8)})  # was under way when its store died
+    assert await new.keys() == []
+    await new.put({"v2/shard/0": torch.zeros(4, dtype=torch.uint8)})
+    async with new.reading(["v2/shard/0"]) as [value]:
+        assert value.tolist() == [0] * 4
+    second.close()
+    assert not (tmp_path / "weights").exists(), "what the old one wrote goes too"

@@ -1,3 +1,6 @@
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -14,6 +17,7 @@ from forge_async.weights.packing import (
     digests,
     pack,
     unpack,
+    unpacked,
 )
 from tests.far_memory import Far
 
@@ -169,3 +173,29 @@ def test_a_sampled_comparison_reads_only_the_names_asked(model, packed):
     check_fingerprint(packed[0], reader(changed), "policy_0", ["a"])
     with pytest.raises(FingerprintError, match="but b as it is served differs"):
         check_fingerprint(packed[0], reader(changed), "policy_0", ["a", "b"])
+
+
+def test_a_packer_lets_go_of_memory_that_will_not_come_again():
+    packer, shard = Packer(0), LocalShard(name="w", tensor=torch.ones(4), global_shape=(4,), offsets=(0,))
+    _, fresh = packer.pack([shard])
+    lent = torch.zeros_like(fresh)
+    gone = weakref.ref(lent.untyped_storage())
+    part, blob = packer.pack([shard], lent)
+    assert blob is lent
+    del lent, blob
+    assert gone() is not None, "its views are kept"
+    packer.forget_memory()
+    gc.collect()
+    assert gone() is None
+    assert packer.pack([shard], fresh)[0] == part
+
+
+def test_packed_shards_are_told_apart_again():
+    shards = [
+        LocalShard(name="w", tensor=torch.arange(6.0).reshape(2, 3), global_shape=(4, 3), offsets=(2, 0)),
+        LocalShard(name="x", tensor=torch.ones(5, dtype=torch.bfloat16), global_shape=(5,), offsets=(0,)),
+    ]
+    found = unpacked(*Packer(0).pack(shards))
+    for one, other in zip(shards, found, strict=True):
+        assert (one.name, one.global_shape, one.offsets) == (other.name, other.global_shape, other.offsets)
+        assert other.tensor.dtype == one.tensor.dtype and torch.equal(one.tensor, other.tensor)
