@@ -60,7 +60,8 @@ def lay_out(
     Pieces are laid out, which are single samples, or all of a family as far as they fit into a row. Either pieces are
     shared among ranks by cost, and each rank packs its own, or rows and micro-batches are made of all of them and dealt
     out, the costliest at the same time. The first is finer where there are few rows, the second more even where some
-    samples are much longer than others. Of these ways the one whose step is the shortest is taken.
+    samples are much longer than others. A single rank waits for nobody: its rows of like width share a micro-batch,
+    which saves padding. Of these ways the one whose step is the shortest is taken.
 
     Args:
         lengths: tokens of each sample.
@@ -71,9 +72,10 @@ def lay_out(
     if not lengths:
         return [[] for _ in range(num_ranks)]
     laying = _Laying(lengths, layout, prefixes or Prefixes.none(len(lengths)))
-    ways = [laying.shared(pieces, num_ranks) for pieces in laying.ways_to_cut()]
-    if num_ranks > 1 and layout.packed:
-        ways += [laying.dealt(pieces, num_ranks) for pieces in laying.ways_to_cut()]
+    lay = (
+        [laying.shared] if not layout.packed else [laying.shared, laying.dealt] if num_ranks > 1 else [laying.by_width]
+    )
+    ways = [each(pieces, num_ranks) for pieces in laying.ways_to_cut() for each in lay]
     return ways[0] if len(ways) == 1 else min(ways, key=laying.step_cost)
 
 
@@ -113,6 +115,15 @@ class _Laying:
         rounds = -(-len(self._cut(rows)) // num_ranks)
         batches = self._micro_batches(rows, rounds * num_ranks)
         return [batches[rank::num_ranks] for rank in range(num_ranks)]
+
+    def by_width(self, pieces: Sequence[_Piece], num_ranks: int) -> list[list[MicroBatch]]:
+        """For one rank: the widest rows in one micro-batch, the next in another."""
+        assert num_ranks == 1, "micro-batches of several ranks must cost the same, not be of a width"
+        rows = self._rows(pieces)
+        widths = [self._width(row) for row in rows]
+        order = sorted(range(len(rows)), key=lambda number: -widths[number])
+        cut = micro_batches([widths[number] for number in order], self._layout.micro_batch_tokens)
+        return [[[rows[number] for number in sorted(order[place] for place in batch)] for batch in cut]]
 
     def step_cost(self, ranks: Sequence[Sequence[MicroBatch]]) -> float:
         """As the function of this name."""
