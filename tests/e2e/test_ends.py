@@ -8,7 +8,17 @@ import time
 from pathlib import Path
 
 import pytest
-from e2e.runs import TINY, Finished, descendants, finish, nothing_left, processes_of, start, wait_for_steps
+from e2e.runs import (
+    TINY,
+    Finished,
+    descendants,
+    finish,
+    nothing_left,
+    parity_reward,
+    processes_of,
+    start,
+    wait_for_steps,
+)
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(240)]
 
@@ -90,7 +100,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_step(tmp_path: Pat
     folder = tmp_path / "run"
     words = [
         f"model.path={tiny_model}", "optimizer.lr=1e20", "optimizer.warmup_steps=0", "advantage.zero_variance=keep",
-        *TINY, "steps=20",
+        f"reward={parity_reward(tmp_path)}", "sampling.temperature=1.5", *TINY, "steps=20",
     ]  # fmt: skip
     run = finish(start(tmp_path, [*words, f"run.dir={folder}"]), folder)
     assert run.code == 1, run.output
