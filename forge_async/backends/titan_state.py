@@ -25,9 +25,8 @@ from forge_async.core.errors import LearnerError
 Tensors = Mapping[str, torch.Tensor]
 OPTIMIZER = "optimizer."
 FROZEN = "frozen."
-OPTIONAL = ("values.", FROZEN)
-"""Beginnings of names that a checkpoint may lack: the value head of a run that trained without one until now, and the
-checksum of frozen parameters, which older ones hold themselves."""
+OPTIONAL = ("values.",)
+"""Beginnings of names that a checkpoint may lack: the value head of a run that trained without one until now."""
 
 
 def collect(model: torch.nn.Module, optimizers: Any, values: Tensors, frozen: Tensors) -> dict[str, torch.Tensor]:
@@ -82,7 +81,7 @@ def load(folder: Path, tensors: Tensors) -> None:
                     wanted = {name: tensor for name, tensor in wanted.items() if not name.startswith(beginning)}
             _check(folder, wanted, known)
             dcp.load(wanted, checkpoint_id=folder, no_dist=not dist.is_initialized())
-        if any(not torch.equal(wanted[name], tensor) for name, tensor in own.items() if name in wanted):
+        if any(not torch.equal(wanted[name], tensor) for name, tensor in own.items()):
             raise LearnerError(
                 f"The adapters in {folder} were trained on other weights than those that model.path has now; give the "
                 "model that the run began with."

@@ -166,9 +166,8 @@ class _Laying:
             return [[*piece] for piece in pieces]
         widths = [self._width(piece) for piece in pieces]
         width = min(max(self._layout.row_tokens, *widths), sum(widths))
-        side_by_side = lambda index: (self._prefixes.families[index], index)  # noqa: E731
         rows = [[index for place in row for index in pieces[place]] for row in pack_rows(widths, width)]
-        return [sorted(row, key=side_by_side) for row in rows]
+        return [sorted(row, key=lambda index: (self._prefixes.families[index], index)) for row in rows]
 
     def _cut(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
         """Rows of each micro-batch, in order."""

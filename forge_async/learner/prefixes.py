@@ -52,12 +52,19 @@ def shared_prefixes(samples: Samples) -> Prefixes:
     first = np.append(trained, samples.num_tokens)[np.searchsorted(trained, edges[:-1])]
     # One token is left for each sample; one without a token to train on shares nothing.
     lengths = np.where(first < edges[1:], first - edges[:-1] - 1, 0).clip(min=0).tolist()
-    token_ids, routed = samples.token_ids, samples.routed_experts
-    seen: dict[tuple[bytes, bytes], int] = {}
+    starts, routed = edges[:-1].tolist(), samples.routed_experts
+    firsts: dict[bytes, list[int]] = {}
+    """Of each beginning the first samples that have it: one, or one for each way in which its tokens were routed."""
+
+    def routed_alike(one: int, other: int) -> bool:
+        here, there = (slice(starts[index], starts[index] + lengths[index]) for index in (one, other))
+        return routed is None or np.array_equal(routed[here], routed[there])
+
     families = list(range(len(samples)))
-    for index, (start, length) in enumerate(zip(edges[:-1].tolist(), lengths, strict=True)):
+    for index, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         if length:
-            stop = start + length
-            experts = b"" if routed is None else routed[start:stop].tobytes()
-            families[index] = seen.setdefault((token_ids[start:stop].tobytes(), experts), index)
+            alike = firsts.setdefault(samples.token_ids[start : start + length].tobytes(), [])
+            families[index] = next((first for first in alike if routed_alike(first, index)), index)
+            if families[index] == index:
+                alike.append(index)
     return Prefixes(families=families, lengths=lengths)
