@@ -8,9 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 TINY = ["task.name=sum", "groups_per_step=8", "group_size=4", "eval.num_prompts=0"]
 """Small enough that a run's time is its start-up."""
@@ -83,13 +86,32 @@ def run(tmp_path: Path, words: list[str], timeout_s: float = 150.0) -> Finished:
     return finish(start(tmp_path, [*words, f"run.dir={folder}"]), folder, timeout_s)
 
 
+def until(look: Callable[[], T], within_s: float, otherwise: str) -> T:
+    """What `look` finds, once that is something; fails with `otherwise` when it takes longer.
+
+    For what the processes of a run do: they give a test no signal, so it can only look again.
+    """
+    deadline = time.monotonic() + within_s
+    while not (found := look()):
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.05)
+    return found
+
+
 def wait_for_steps(folder: Path, count: int, process: subprocess.Popen[str], timeout_s: float = 120.0) -> None:
     """Wait until a run has done `count` steps."""
-    deadline = time.monotonic() + timeout_s
-    while len(read_lines(folder / "metrics.jsonl")) < count:
-        assert process.poll() is None, f"the run ended early: {process.communicate()[0]}"
-        assert time.monotonic() < deadline, "the run made no steps"
-        time.sleep(0.1)
+
+    def done() -> bool:
+        enough = len(read_lines(folder / "metrics.jsonl")) >= count
+        assert enough or process.poll() is None, f"the run ended early: {process.communicate()[0]}"
+        return enough
+
+    until(done, timeout_s, "the run made no steps")
+
+
+def shared_memory() -> set[str]:
+    """Names of what lies in shared memory."""
+    return {path.name for path in Path("/dev/shm").iterdir()}
 
 
 def processes_of(folder: Path) -> dict[str, int]:
@@ -139,7 +161,4 @@ def alive(pids: set[int]) -> set[int]:
 
 def nothing_left(pids: set[int], within_s: float = 15.0) -> None:
     """Assert that all of `pids` are gone within 15 s."""
-    deadline = time.monotonic() + within_s
-    while left := alive(pids):
-        assert time.monotonic() < deadline, f"still running: {left}"
-        time.sleep(0.1)
+    until(lambda: not alive(pids), within_s, f"of {sorted(pids)} some still run")

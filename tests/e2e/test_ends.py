@@ -16,6 +16,7 @@ from e2e.runs import (
     nothing_left,
     parity_reward,
     processes_of,
+    shared_memory,
     start,
     wait_for_steps,
 )
@@ -23,10 +24,6 @@ from e2e.runs import (
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(240)]
 
 LONG = ["steps=100000"]
-
-
-def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
 
 
 def interrupt_after_steps(tmp_path: Path, words: list[str], act) -> tuple[Finished, float]:

@@ -19,7 +19,9 @@ from e2e.runs import (
     nothing_left,
     parity_reward,
     processes_of,
+    shared_memory,
     start,
+    until,
     wait_for_steps,
 )
 from e2e.runs import run as run_whole
@@ -31,14 +33,15 @@ ENDED_S = 12
 """As `run.stop_timeout_s`."""
 
 
-def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
-
-
 def segments_of(pid: int) -> int:
     """How many segments of stores, dead ones too, a process has mapped."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return len({line.split()[4] for line in lines if "forge_async-weights" in line})
+
+
+def store_of(folder: Path, dead: set[int]) -> int:
+    """Pid of the run's store; one that has just taken a dead one's place is waited for."""
+    return until(lambda: {processes_of(folder).get("store-0", 0)} - dead - {0}, 60, "no other store came").pop()
 
 
 def run_with_deaths(
@@ -52,11 +55,7 @@ def run_with_deaths(
     process = start(tmp_path, [*words, *TINY, f"run.dir={folder}"])
     for count in at_steps:
         wait_for_steps(folder, count, process)
-        # One that was just replaced is starting: it writes to the same log from its first moment on.
-        deadline = time.monotonic() + 60
-        while (store := processes_of(folder).get("store-0")) is None or store in pids:
-            assert time.monotonic() < deadline, "no other store came"
-            time.sleep(0.05)
+        store = store_of(folder, pids)
         pids |= descendants(process.pid) | {process.pid}
         os.kill(store, signal.SIGKILL)
     killed_s = time.monotonic()
