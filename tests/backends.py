@@ -45,6 +45,23 @@ class _TestedEngine:
         """vLLM's own loading, once the engine has run."""
         self._engine._model().load_weights(iter(weights.items()))
 
+    def load_prepared(self, weights: dict[str, Any], version: Any) -> list[str]:
+        """Load what another thread has prepared; returns the names that are left as they were."""
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(1) as other:
+            prepared = other.submit(self._engine.prepare, weights, version).result()
+        self._engine.load(prepared, version)
+        return sorted(prepared.keys() & weights.keys())
+
+    def replace_layer(self, path: str, weights: dict[str, Any]) -> None:
+        """Have one quantised layer compute with other weights, which it was never loaded with."""
+        from forge_async.backends.vllm_quantized import _adopt
+
+        quantized, version = self._engine._quantized, self._engine.version
+        layers, _ = quantized.prepare(weights, version, version)
+        _adopt(quantized._layers[path], layers[path].layer)
+
 
 def titan_learner(
     folder: str,

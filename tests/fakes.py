@@ -79,6 +79,9 @@ class FakeEngine:
         self.log: list[tuple[str, Any]] = []
         self.fail_at_step: int | None = None
         self.versions_held = 1
+        self.sealed: frozenset[str] = frozenset()
+        self.wrong = ""
+        """What `first_wrong` answers for the names that are sealed."""
         self.num_steps = 0
         self._max_tokens = max_tokens
         self._running: dict[str, tuple[GenerationRequest, list[_Running]]] = {}
@@ -121,6 +124,10 @@ class FakeEngine:
     def num_unfinished(self) -> int:
         return len(self._running)
 
+    def prepare(self, weights: Mapping[str, Any], version: PolicyVersion) -> Mapping[str, Any]:
+        self.log.append(("prepare", version.step))
+        return weights
+
     def load(self, weights: Mapping[str, Any], version: PolicyVersion, *, keep_kv: bool = True) -> int:
         table = weights[TABLE]
         if tuple(table.shape) != self.table.shape or not str(table.dtype).endswith("float32"):
@@ -151,7 +158,10 @@ class FakeEngine:
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
         import torch
 
-        yield from ((name, torch.from_numpy(self.table)) for name in names if name == TABLE)
+        yield from ((name, torch.from_numpy(self.table)) for name in names if name == TABLE and name not in self.sealed)
+
+    def first_wrong(self, names: Iterable[str]) -> str:
+        return self.wrong if self.wrong in self.sealed.intersection(names) else ""
 
     def score(self, token_ids: np.ndarray) -> np.ndarray:
         logprobs = log_softmax(self.table[token_ids[:-1]])

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from forge_async.core.versions import PolicyVersion
+from forge_async.weights.manifest import Manifest, build_manifest
+from forge_async.weights.packing import LocalShard, pack
 
 KINDS = ("qwen3", "qwen3_untied", "llama", "llama_untied", "qwen3_odd", "qwen3_wide", "llama_wide_untied")
 """`qwen3` is the tied one that most tests use; `qwen3_odd` has a vocabulary that two ranks cannot share evenly, and the
@@ -92,6 +96,15 @@ def read_weights(folder: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     return load_file(folder / "model.safetensors")
+
+
+def manifest_of(weights: Mapping[str, Any], version: PolicyVersion) -> Manifest:
+    """The manifest of whole weights that one rank publishes."""
+    boxes = [
+        LocalShard(name=name, tensor=each, global_shape=tuple(each.shape), offsets=(0,) * each.dim())
+        for name, each in weights.items()
+    ]
+    return build_manifest(version, [pack(boxes, 0)[0]])
 
 
 def random_adapter(folder: Path, base: Path, seed: int, *, targets: Sequence[str]) -> Path:

@@ -31,6 +31,7 @@ from forge_async.learner.settings import (
 from forge_async.observe.process_stats import own_stats
 from forge_async.pipeline.batch_ahead import BatchAhead
 from forge_async.pipeline.ports import LearnerStep, Span, Spans
+from forge_async.weights.manifest import Probe
 from forge_async.weights.retention import Committed
 from forge_async.weights.snapshots import Snapshots
 from forge_async.weights.store_end import StoreEnd
@@ -77,6 +78,8 @@ class LearnerPlan:
     """Whether reference and teacher are on the learner's mesh; without, what they give comes with the samples."""
     keeps_last: bool = False
     """Whether what was published last is kept, to be published again should the store die."""
+    probe_tokens: int = 0
+    """Longest probe that travels with each version, in tokens, for engines that are quantised; 0: none does."""
 
     @classmethod
     def of(cls, config: Config, model_folder: str) -> LearnerPlan:
@@ -102,6 +105,7 @@ class LearnerPlan:
             takes_ahead=config.asynchrony.takes_ahead,
             reads_frozen=not config.reference.is_service,
             keeps_last=config.weights.restarts > 0,
+            probe_tokens=config.probe_tokens(),
         )
 
 
@@ -124,6 +128,8 @@ class LearnerActor(ForgeActor):
         self._replay: ActorHandle | None = None
         self._batches = BatchAhead(self._take_share, end=plan.total_steps if plan.takes_ahead else 0)
         self._snapshots = Snapshots(keeps_last=plan.keeps_last)
+        self._probe_ids: np.ndarray | None = None
+        """int32 [T], the probe's text, where one is wanted."""
         self._spare: Any = None
         """Memory for the next snapshot, the store's or an older one's, asked for while the step runs."""
         self._sendings: list[Sending] = []
@@ -326,13 +332,20 @@ class LearnerActor(ForgeActor):
     async def _snapshot(self) -> None:
         blob, self._spare = self._spare, None
         begun_s = time.time()
+        ids = self._probe_ids
+        probe = None if ids is None else await self._run(lambda: self._probe(ids))
         copy = await self._run(lambda: self._rank.begin_snapshot(self._copier, blob))
         copy.add_done_callback(
             lambda _: self._copied.append(("snapshot", "work", begun_s, time.time() - begun_s, None))
         )
-        self._snapshots.add(self._rank.version, copy)
+        self._snapshots.add(self._rank.version, copy, probe)
+
+    def _probe(self, ids: np.ndarray) -> Probe:
+        (logprobs,) = self._rank.score([ids])
+        return Probe(token_ids=tuple(ids.tolist()), logprobs=tuple(logprobs.tolist()))
 
     def _build(self) -> None:
+        from forge_async.backends.parity import probe_ids
         from forge_async.backends.titan_learner import TitanLearner
         from forge_async.learner.loss import objective_loss, supervised_loss
 
@@ -355,6 +368,8 @@ class LearnerActor(ForgeActor):
             merge_adapters=plan.merge_adapters,
             reads_frozen=plan.reads_frozen,
         )
+        if plan.probe_tokens:
+            self._probe_ids = probe_ids(Path(plan.model_folder), plan.probe_tokens)
         if plan.state_folder:
             self._learner.restore(Path(plan.state_folder), plan.version)
 

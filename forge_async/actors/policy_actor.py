@@ -29,6 +29,7 @@ from forge_async.policy.service import RequestService, Ticket
 from forge_async.policy.settings import PolicySettings
 from forge_async.weights.manifest import Manifest
 from forge_async.weights.packing import Unpacker
+from forge_async.weights.probe import ProbeCheck, probe_of
 from forge_async.weights.reading import check_served, reading_weights
 from forge_async.weights.settings import WeightsSettings
 
@@ -82,6 +83,9 @@ class PolicyActor(ForgeActor):
         self._numbers = itertools.count()
         self._plane: WeightPlane | None = None
         self._unpacker = Unpacker(shared=False)
+        self._probe = ProbeCheck(name, self._weights.probe_limit)
+        self._probe_gap: float | None = None
+        """Of the version that is served, where its engine is compared by the probe."""
         self._hosts = hosts
         self._ranks: OwnRanks | None = None
         """The processes that hold the engine's model together; None when this one holds all of it."""
@@ -270,6 +274,7 @@ class PolicyActor(ForgeActor):
                 swap=swap,
                 transport=read.transport,
                 damage=read.damage,
+                probe_gap=self._probe_gap,
             )
             return self._pulled
 
@@ -297,7 +302,14 @@ class PolicyActor(ForgeActor):
 
     def _fingerprint_check(self, manifests: Sequence[Manifest]) -> Callable[[Engine], None] | None:
         verify = self._weights.verify
-        return None if verify == "none" else lambda engine: check_served(manifests, engine.read, self._name, verify)
+
+        def check(engine: Engine) -> None:
+            check_served(manifests, engine, self._name, verify)
+            if engine.sealed:
+                tokens = np.array(probe_of(manifests[0], self._name).token_ids, dtype=np.int32)
+                self._probe_gap = self._probe.look(manifests[0], engine.score(tokens))
+
+        return None if verify == "none" else check
 
     def _build_engine(self) -> Engine:
         from forge_async.backends.vllm_engine import VllmEngine

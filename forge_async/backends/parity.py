@@ -30,6 +30,14 @@ TEXTS = (
 """Printable ASCII, which the character tokenizer of the tiny model can express too."""
 
 
+def probe_ids(folder: Path, max_tokens: int) -> np.ndarray:
+    """int32 [T], the text of the probe that travels with versions, as a model's tokenizer has it.
+
+    Raises ConfigError when the folder has no tokenizer.
+    """
+    return HfRenderer(folder).render(" ".join(TEXTS))[:max_tokens]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
     """What the comparison found."""

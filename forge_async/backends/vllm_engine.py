@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from forge_async.backends import vllm_quantized
 from forge_async.backends.hf_renderer import HfRenderer
 from forge_async.backends.vllm_adapter import AdapterSlots, adapters_of, engine_arguments
-from forge_async.backends.vllm_experts import expert_places
 from forge_async.backends.vllm_inside import Inside
+from forge_async.backends.vllm_places import Places
 from forge_async.backends.vllm_process import prepare
+from forge_async.backends.vllm_quantized import Quantized, QuantizedLayers
 from forge_async.backends.vllm_rank_weights import RankWeights, build_on_ranks
 from forge_async.backends.vllm_routing import RoutingRecorder
 from forge_async.core import kept_sets
@@ -80,6 +82,12 @@ class VllmEngine:
         self._params_class, self._final_only = SamplingParams, RequestOutputKind.FINAL_ONLY
         self._refusals = (ValueError, VLLMError)
         arguments = _arguments(model_folder, settings, seed, on_cpu) | engine_arguments(lora, adapters_held, on_cpu)
+        if settings.quantize != "none" and (ranks or lora):
+            raise PolicyError(
+                f"policy.quantize={settings.quantize} is for an engine of one process without adapters; leave it out, "
+                "or give policy.tensor_parallel=1 and no lora."
+            )
+        arguments |= vllm_quantized.engine_arguments(settings.quantize)
         self._ranks: RankWeights | None = None
         if ranks is None:
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
@@ -99,8 +107,13 @@ class VllmEngine:
         """Why the weights mean nothing since a load that broke off, or ""."""
         self._finished: list[GenerationResult] = []
         """Requests that finished while `score` stepped the engine."""
-        self._inverse: dict[str, tuple[str, int, int]] | None = None
-        self._experts = {} if ranks else expert_places(self._model())
+        model = None if ranks else self._model()
+        self._places = None if model is None else Places(model)
+        self._quantized: QuantizedLayers | None = None
+        self.sealed: frozenset[str] = frozenset()
+        if model is not None and settings.quantize != "none":
+            self._quantized = QuantizedLayers(model, settings.quantize, self._engine.model_config.dtype)
+            self.sealed = self._quantized.names
         self._routing = RoutingRecorder(self._engine) if settings.keep_routing else None
 
     def add(self, requests: Sequence[GenerationRequest]) -> dict[str, str]:
@@ -153,7 +166,7 @@ class VllmEngine:
 
     def load(self, weights: Mapping[str, Any] | None, version: PolicyVersion, *, keep_kv: bool = True) -> int:
         if self._ranks is None:
-            self._refuse_misfits(weights or {}, version)
+            weights = self.prepare(weights or {}, version)
         try:
             self._write(weights, version)
         except Exception as error:
@@ -165,18 +178,23 @@ class VllmEngine:
         self._inside.salt_anew(self._salt)
         return num_dropped
 
+    def prepare(self, weights: Mapping[str, Any], version: PolicyVersion) -> Mapping[str, Any]:
+        self._refuse_misfits(weights, version)
+        if self._quantized is None or any(isinstance(each, Quantized) for each in weights.values()):
+            return weights
+        layers, others = self._quantized.prepare(weights, version, self.version)
+        return layers | others
+
     def _write(self, weights: Mapping[str, Any] | None, version: PolicyVersion) -> None:
         if self._ranks is not None:
             self._ranks.load()
             return
         whole, adapter = adapters_of(weights or {})
-        items = [item for item in whole.items() if item[0] not in self._experts]
-        if items:
-            self._engine.collective_rpc(
-                lambda worker: len(worker.get_model().load_weights(iter(items)))  # pyright: ignore[reportCallIssue]
-            )
-        for name in whole.keys() & self._experts.keys():
-            self._experts[name].write(whole[name])
+        layers = {path: each for path, each in whole.items() if isinstance(each, Quantized)}
+        if self._quantized is not None:
+            self._quantized.write(layers)
+        if self._places is not None:
+            self._places.write({name: each for name, each in whole.items() if name not in layers})
         if self._slots:
             self._slots.write(adapter, version)
 
@@ -188,18 +206,11 @@ class VllmEngine:
         if self._slots:
             yield from self._slots.read(names)
             names = [name for name in names if not is_adapter(name)]
-        if not names:
-            return
-        model = self._model()
-        parameters = _parameters(model)
-        for name in names:
-            if name in self._experts:
-                yield name, self._experts[name].read()
-                continue
-            stored, start, rows = self._inverse_map(model).get(name, (name, 0, None))
-            if stored in parameters:
-                tensor = parameters[stored].detach()
-                yield name, tensor if rows is None else tensor.narrow(0, start, rows)
+        if self._places is not None:
+            yield from self._places.read(name for name in names if name not in self.sealed)
+
+    def first_wrong(self, names: Iterable[str]) -> str:
+        return "" if self._quantized is None else self._quantized.first_wrong(names)
 
     def score(self, token_ids: np.ndarray) -> np.ndarray:
         self._refuse_torn()
@@ -247,20 +258,9 @@ class VllmEngine:
             raise WeightsError(f"{version} holds adapters, and the engine was built without; give it learner.lora.")
         if self._slots:
             self._slots.check(adapter, version, self.version)
-        if not whole:
-            return
-        model = self._model()
-        parameters, inverse = _parameters(model), self._inverse_map(model)
-        for name, tensor in whole.items():
-            stored, _, rows = inverse.get(name, (name, 0, None))
-            if (held := self._experts.get(name) or parameters.get(stored)) is None:
-                continue
-            shape = tuple(held.shape) if rows is None else (rows, *held.shape[1:])
-            if tuple(tensor.shape) != shape or tensor.dtype != held.dtype:
-                raise WeightsError(
-                    f"{version} has {name} as {tensor.dtype} {tuple(tensor.shape)}, and the engine holds {held.dtype} "
-                    f"{shape}; it goes on with {self.version}. Check model.path, policy.dtype and what is published."
-                )
+        if self._places is not None:
+            plain = {name: each for name, each in whole.items() if not isinstance(each, Quantized)}
+            self._places.check(plain, version, self.version)
 
     def _params(self, request: GenerationRequest) -> Any:
         sampling = request.sampling
@@ -312,12 +312,6 @@ class VllmEngine:
     def _model(self) -> Any:
         return self._engine.collective_rpc(lambda worker: worker.get_model())[0]
 
-    def _inverse_map(self, model: Any) -> dict[str, tuple[str, int, int]]:
-        """Hugging Face name -> (engine's fused parameter, first row, rows), built once."""
-        if self._inverse is None:
-            self._inverse = dict(_fused_parts(model))
-        return self._inverse
-
 
 def _arguments(model_folder: str, settings: PolicySettings, seed: int, on_cpu: bool) -> dict[str, Any]:
     step_tokens = settings.max_batch_tokens
@@ -345,29 +339,6 @@ def _arguments(model_folder: str, settings: PolicySettings, seed: int, on_cpu: b
         "disable_log_stats": True,
         "seed": seed,
     }
-
-
-def _parameters(model: Any) -> dict[str, Any]:
-    """vLLM's parameters by name; a layer with an adapter around it keeps the name that it has without."""
-    return {name.replace(".base_layer.", "."): parameter for name, parameter in model.named_parameters()}
-
-
-def _fused_parts(model: Any) -> Iterator[tuple[str, tuple[str, int, int]]]:
-    """Tell where each Hugging Face parameter lies that vLLM stores otherwise: fused linear layers (q, k, v in one; gate
-    and up in one) and embeddings padded to a round vocabulary."""
-    packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    for path, module in model.named_modules():
-        path = path.removesuffix(".base_layer")
-        parent, _, leaf = path.rpartition(".")
-        if hasattr(module, "org_vocab_size"):
-            yield f"{path}.weight", (f"{path}.weight", 0, module.org_vocab_size)
-        if leaf not in packed or not hasattr(module, "output_sizes"):
-            continue
-        start = 0
-        for part, rows in zip(packed[leaf], module.output_sizes, strict=True):
-            for kind, _ in module.named_parameters(recurse=False):
-                yield f"{parent}.{part}.{kind}", (f"{path}.{kind}", start, rows)
-            start += rows
 
 
 def _logprobs(rows: Sequence[Any], vocab_size: int) -> tuple[np.ndarray, np.ndarray | None]:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 
 from forge_async.config.checks_disk import DISK_CHECKS
 from forge_async.config.checks_job import JOB_CHECKS
+from forge_async.config.checks_policy import POLICY_CHECKS
 from forge_async.config.presets import PRESETS
 from forge_async.config.schema import Config
 from forge_async.core.errors import ConfigError
 from forge_async.learner.settings import LORA_TARGETS, MASK_ENTRIES, OBJECTIVES
-from forge_async.policy.concurrency import concurrency_limit
 from forge_async.replay.lanes import Lanes
 
 
@@ -172,18 +172,6 @@ def adapters_have_places(config: Config) -> str | None:
     return None
 
 
-def adapters_can_travel(config: Config) -> str | None:
-    """Adapters are merged only where there are some, and served by themselves only by engines of one rank."""
-    if config.weights.merge_adapters and not config.lora.rank:
-        return "weights.merge_adapters=true has no adapters to merge; give learner.lora.rank=8 or so, or leave it out."
-    if config.travelling_lora() and config.policy.tensor_parallel > 1:
-        return (
-            f"learner.lora.rank={config.lora.rank} with policy.tensor_parallel={config.policy.tensor_parallel}: "
-            "engines of several ranks take no adapters yet; use weights.merge_adapters=true."
-        )
-    return None
-
-
 def parallel_divides(config: Config) -> str | None:
     """Tensor and expert groups are cut out of the learner's ranks."""
     learner = config.learner
@@ -201,13 +189,6 @@ def tiny_model_is_made(config: Config) -> str | None:
     path, tiny = config.model.path, config.model.tiny
     if path and tiny != "dense":
         return f"model.tiny={tiny} is for the warm start, and model.path={path} is given; leave one of them out."
-    return None
-
-
-def routing_is_seen(config: Config) -> str | None:
-    """A compiled model runs without the calls that tell which experts were chosen."""
-    if config.policy.keep_routing and config.policy.compile:
-        return "policy.keep_routing=true cannot see the routing of policy.compile=true; leave one of them out."
     return None
 
 
@@ -229,65 +210,6 @@ def group_has_baseline(config: Config) -> str | None:
             f"group_size=1 leaves advantage.scale={config.advantage.scale} nothing to compare a rollout with, "
             "so that every advantage is 0; use group_size=2 or more."
         )
-    return None
-
-
-def completion_fits(config: Config) -> str | None:
-    """The prompt needs room beside the completion."""
-    new, most = config.sampling.max_new_tokens, config.policy.max_model_tokens
-    if new >= most:
-        return (
-            f"sampling.max_new_tokens={new} leaves no room for a prompt in policy.max_model_tokens={most}; "
-            f"use policy.max_model_tokens={_round_up(2 * new, 32)} or so."
-        )
-    return None
-
-
-def stop_strings_have_text(config: Config) -> str | None:
-    """Every text contains the empty one."""
-    if "" in config.sampling.stop:
-        return "sampling.stop has an empty text, which would end every completion at once; leave it out."
-    return None
-
-
-def kept_set_fits(config: Config) -> str | None:
-    """What top-k keeps travels with each token."""
-    keeps, most = config.sampling.top_k, config.sampling.max_kept_tokens
-    if keeps > most:
-        return (
-            f"sampling.top_k={keeps} keeps more than sampling.max_kept_tokens={most}; use "
-            f"sampling.max_kept_tokens={keeps}, which costs up to {4 * keeps} bytes a token."
-        )
-    return None
-
-
-def block_fits(config: Config) -> str | None:
-    """The engine's attention takes blocks of 32 tokens' multiples on CPU, of 16's on GPU."""
-    block, on_gpu = config.policy.block_tokens, config.job.gpus_per_host > 0
-    unit, machine = (16, "a GPU") if on_gpu else (32, "CPU")
-    if block % unit:
-        remedy = f"use policy.block_tokens={_round_up(block, unit)}."
-        return f"policy.block_tokens={block} is no multiple of {unit}, as {machine} needs it; {remedy}"
-    return None
-
-
-def engine_step_fits(config: Config) -> str | None:
-    """An engine step decodes at least one token of each sequence."""
-    tokens, sequences = config.policy.max_batch_tokens, config.policy.max_sequences
-    if tokens < sequences:
-        return (
-            f"policy.max_batch_tokens={tokens} is below policy.max_sequences={sequences}, one token each; "
-            f"use policy.max_batch_tokens={sequences} or more."
-        )
-    return None
-
-
-def concurrency_reads(config: Config) -> str | None:
-    """The engine's concurrency is a word that the policy room knows."""
-    try:
-        concurrency_limit(config.policy.concurrency, config.policy.max_sequences)
-    except ConfigError as error:
-        return str(error)
     return None
 
 
@@ -361,22 +283,15 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     values_get_rewards,
     overlong_fits,
     adapters_have_places,
-    adapters_can_travel,
     parallel_divides,
     tiny_model_is_made,
-    routing_is_seen,
     batch_divides,
     group_has_baseline,
-    completion_fits,
-    kept_set_fits,
-    stop_strings_have_text,
-    block_fits,
-    engine_step_fits,
-    concurrency_reads,
     row_fits,
     compiled_rows_fit,
     held_out_exists,
     passes_are_drawn,
+    *POLICY_CHECKS,
     *JOB_CHECKS,
     end_is_chosen,
 )

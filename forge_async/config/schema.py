@@ -33,6 +33,8 @@ from forge_async.reward.settings import AdvantageSettings
 from forge_async.rollout.settings import RolloutSettings
 from forge_async.weights.settings import WeightsSettings
 
+MOST_PROBE_TOKENS = 64
+"""Enough to tell a wrong version, and few enough to cost an engine step no more than a prompt does."""
 MOST_ADAPTERS = 8
 """Adapters that an engine is given room for, whatever the bound on age: each takes memory, used or not."""
 
@@ -235,6 +237,11 @@ class Config:
             return 1
         bound = self.asynchrony.highest_staleness
         return MOST_ADAPTERS if bound is None else min(bound + 2, MOST_ADAPTERS)
+
+    def probe_tokens(self) -> int:
+        """Longest probe that travels with each version, in tokens; 0 where every engine can be read back."""
+        needs_one = self.policy.quantize != "none" and self.weights.verify != "none"
+        return min(MOST_PROBE_TOKENS, self.policy.max_model_tokens - 1) if needs_one else 0
 
     def to_yaml(self) -> str:
         """Return YAML that names every key with its value; loading it again gives an equal Config."""

@@ -56,6 +56,7 @@ class _Weights:
     lag_s: float = 0.0
     num_bytes: int = 0
     changed_fraction: float | None = None
+    probe_gap: float | None = None
     num_damaged: int = 0
     """Pulls since the last row that gave up deltas."""
     held_bytes: dict[str, int] = field(default_factory=dict)
@@ -143,10 +144,10 @@ class Recorder:
         weights, newer = self._weights, pull.version != self._weights.pulled
         weights.pull_s = max(pull.fetch_s + pull.pause_s, 0.0 if newer else weights.pull_s)
         weights.pause_s = max(pull.pause_s, 0.0 if newer else weights.pause_s)
-        weights.pulled = pull.version
+        weights.pulled, weights.probe_gap = pull.version, pull.probe_gap
         if weights.transports.get(replica) != pull.transport:
             weights.transports[replica] = pull.transport
-            self._progress.note(f"weights to {replica}: {transport_line(pull)}")
+            self._progress.note(f"weights to {replica}: {pull.travelled()}")
         if pull.damage:
             weights.num_damaged += 1
             self._progress.note(f"{replica} pulled {pull.version} whole: {pull.damage}")
@@ -281,9 +282,9 @@ class Recorder:
 
     def _weight_figures(self) -> dict[str, float]:
         weights = self._weights
-        changed = {} if weights.changed_fraction is None else {names.WEIGHTS_CHANGED: weights.changed_fraction}
+        found = {names.WEIGHTS_CHANGED: weights.changed_fraction, names.WEIGHTS_PROBE_GAP: weights.probe_gap}
         damaged, weights.num_damaged = weights.num_damaged, 0
-        return changed | {
+        return {name: value for name, value in found.items() if value is not None} | {
             names.WEIGHTS_DAMAGED: damaged,
             names.WEIGHTS_PUBLISH_S: weights.publish_s,
             names.WEIGHTS_PULL_S: weights.pull_s,
@@ -373,12 +374,6 @@ class Recorder:
         batch = step.ranks[0].batch
         self._tracer.counter("queue", step.ended_s, depth=batch[names.QUEUE_DEPTH])
         self._tracer.counter("staleness", step.ended_s, max=batch[names.STALENESS_MAX])
-
-
-def transport_line(pull: Pull) -> str:
-    """Which transport carried a pull, and at what rate."""
-    megabytes, took_s = pull.num_bytes / 1e6, max(pull.fetch_s + pull.pause_s, 1e-9)
-    return f"{pull.transport}, {megabytes:.3g} MB in {1e3 * took_s:.0f} ms ({megabytes / took_s:.3g} MB/s)"
 
 
 def _reference_figures(reports: Sequence[WorkerReport], step_s: float) -> dict[str, float]:

@@ -24,7 +24,8 @@ class RunSettings:
     parity_alarm: float | str = setting(
         "auto",
         "warn when engine and learner differ by more in a token's log-probability, both at the same version; "
-        "auto: 1e-3 where both compute in float32, else 0.2",
+        "auto: 1e-3 where both compute in float32, else 0.2, and never with policy.quantize, where weights.probe_limit "
+        "is the limit",
         unit="nats",
         low=0,
         words=("auto",),

@@ -107,6 +107,8 @@ class Engine(Protocol):
     """What the engine serves now."""
     versions_held: int
     """How many versions can serve requests side by side; 1: a load is for all of them."""
+    sealed: frozenset[str]
+    """Hugging Face names of parameters that it keeps in a form which cannot be read back, as quantised ones."""
 
     def add(self, requests: Sequence[GenerationRequest]) -> dict[str, str]:
         """Enqueue requests, in order; their ids are unique among the unfinished ones.
@@ -128,6 +130,14 @@ class Engine(Protocol):
 
     def num_unfinished(self) -> int:
         """Requests that a further step would advance."""
+        ...
+
+    def prepare(self, weights: Mapping[str, Any], version: PolicyVersion) -> Mapping[str, Any]:
+        """Bring weights into the form that the engine keeps them in, so that `load` has only to copy.
+
+        The one method for any thread: it changes nothing of the engine, which goes on stepping.
+        Raises WeightsError like `load`, which does the same for weights that were not prepared.
+        """
         ...
 
     def load(self, weights: Mapping[str, Any] | None, version: PolicyVersion, *, keep_kv: bool = True) -> int:
@@ -167,6 +177,10 @@ class Engine(Protocol):
 
         Names that the engine does not hold are left out. One comes more than once where several ranks hold copies.
         """
+        ...
+
+    def first_wrong(self, names: Iterable[str]) -> str:
+        """The first of these sealed parameters with which the engine does not compute what was loaded; "" if none."""
         ...
 
     def score(self, token_ids: np.ndarray) -> np.ndarray:

@@ -202,6 +202,8 @@ class RequestService:
         and everyone who comes later, hears of it, and no token is made with these weights.
         """
         driver = self._serving
+        if weights is not None and driver.engine.sealed:
+            weights = await asyncio.to_thread(driver.engine.prepare, weights, version)
         if self._mode.holds:
             await self._command(lambda: driver.make_way(weights))
             await self._ready.wait()

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from forge_async.core.settings import setting
 from forge_async.policy.ports import Sampling
 
+QUANTIZE = ("none", "int8", "fp8")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySettings:
@@ -16,6 +18,12 @@ class PolicySettings:
     tensor_parallel: int = setting(1, "ranks of each engine", low=1)
     threads: int = setting(1, "threads that each rank of an engine computes with on a CPU", low=1)
     dtype: str = setting("float32", "dtype the engine computes in", choices=("float32", "bfloat16", "float16"))
+    quantize: str = setting(
+        "none",
+        "format in which the engine keeps and computes its linear layers, made anew from each version: int8, or fp8 on "
+        "a GPU; what it samples then differs from the learner's policy, which async.correction sees to",
+        choices=QUANTIZE,
+    )
     max_model_tokens: int = setting(64, "longest prompt and completion together", unit="tokens", low=8)
     max_sequences: int = setting(512, "sequences that an engine decodes together", low=1)
     concurrency: str = setting(

@@ -153,7 +153,10 @@ class Launch:
 
 def _alarm_limit(config: Config) -> float:
     given = config.run.parity_alarm
-    return default_limit(config.policy.dtype, config.learner.dtype) if isinstance(given, str) else given
+    if not isinstance(given, str):
+        return given
+    is_quantized = config.policy.quantize != "none"
+    return default_limit(config.policy.dtype, config.learner.dtype, is_quantized=is_quantized)
 
 
 async def _raise_on_death(wait_for_death: Callable) -> None:

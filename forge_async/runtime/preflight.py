@@ -126,7 +126,13 @@ def check_mixture(config: Config, shape: ModelShape) -> None:
             f"learner.expert_parallel={spread} does not divide the model's {shape.num_experts} experts; "
             "use a divisor, such as learner.expert_parallel=1."
         )
-    for key, built in (("policy.tensor_parallel", 1), ("learner.tensor_parallel", 1), ("learner.compile", False)):
+    not_built = (
+        ("policy.tensor_parallel", 1),
+        ("policy.quantize", "none"),
+        ("learner.tensor_parallel", 1),
+        ("learner.compile", False),
+    )
+    for key, built in not_built:
         if (value := config.value(key)) != built:
             asked, remedy = (f"{key}={str(each).lower()}" for each in (value, built))
             raise ConfigError(f"{asked} is not built for mixtures of experts; use {remedy}.")

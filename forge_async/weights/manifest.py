@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from forge_async.core.errors import WeightsError
 from forge_async.core.versions import PolicyVersion
 
-SCHEMA = 3
+SCHEMA = 4
 DIGEST_BYTES = 8
 
 
@@ -105,6 +105,15 @@ class Coding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What the learner says of a fixed text, for engines whose parameters cannot be read back (`probe.py`)."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of each token after the first, in nats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """The parts of all ranks together: they tile every parameter exactly."""
 
@@ -157,6 +166,8 @@ class Manifest:
     """How each part is stored, in order of rank; none: all are whole."""
     deltas_follow: bool = False
     """Whether later versions may be deltas to this one, so that a reader does well to keep its bits."""
+    probe: Probe | None = None
+    """None where no reader needs one."""
     schema: int = SCHEMA
 
     @property

@@ -16,7 +16,7 @@ from typing import Any
 from forge_async.core.errors import DeltaError, WeightsError
 from forge_async.core.versions import PolicyVersion
 from forge_async.weights.chains import SHARD, DeltaWriter, Held, Published, Wanted, encode, rebuild, wanted
-from forge_async.weights.manifest import SCHEMA, Coding, Layout, Manifest, Part, build_layout
+from forge_async.weights.manifest import SCHEMA, Coding, Layout, Manifest, Part, Probe, build_layout
 from forge_async.weights.packing import digests
 from forge_async.weights.ports import WeightStore
 from forge_async.weights.records import ManifestRecord, StagedPart, record_of
@@ -99,16 +99,18 @@ class WeightPlane:
         await self.store.put(items)
         self._note_staged(version, part, blob, staged)
 
-    async def publish(self, version: PolicyVersion, part: Part, blob: Any, base: str = "") -> Manifest:
+    async def publish(
+        self, version: PolicyVersion, part: Part, blob: Any, base: str = "", probe: Probe | None = None
+    ) -> Manifest:
         """Stage and commit a version of which one rank holds everything, in one call to the store.
 
-        Raises WeightsError as `commit`, whose `base` this one is.
+        Raises WeightsError as `commit`, whose `base` and `probe` these are.
         """
         await self._check_base(version, base)
         if (part.id,) not in self._layouts:
             self._layouts[part.id,] = build_layout(version, [part])
         staged, items = await self._staging(version, part, blob)
-        manifest = self._manifest_of(version, self._layouts[part.id,], [staged], base)
+        manifest = self._manifest_of(version, self._layouts[part.id,], [staged], base, probe)
         await self.store.put(items | {f"{version}{MANIFEST}": record_of(manifest)})
         self._note_staged(version, part, blob, staged)
         self._committed = version
@@ -176,13 +178,16 @@ class WeightPlane:
         if not ranks:
             raise WeightsError(f"{version} cannot be staged anew: it is not what was staged last.")
 
-    async def commit(self, version: PolicyVersion, num_ranks: int = 1, base: str = "") -> Manifest:
+    async def commit(
+        self, version: PolicyVersion, num_ranks: int = 1, base: str = "", probe: Probe | None = None
+    ) -> Manifest:
         """Make a version readable. Call once, after every rank has staged.
 
         Args:
             version: what was staged.
             num_ranks: so many ranks have staged it.
             base: the version whose other parameters it leaves as they are; "": it has all of them.
+            probe: what the learner says of the probe, where readers need one.
 
         Raises WeightsError when a rank has not staged, when what they staged does not form whole parameters, or when
         the base is not readable.
@@ -190,12 +195,14 @@ class WeightPlane:
         await self._check_base(version, base)
         parts = await self._staged_parts(version, num_ranks)
         layout = await self._layout(version, tuple(part.part_id for part in parts))
-        manifest = self._manifest_of(version, layout, parts, base)
+        manifest = self._manifest_of(version, layout, parts, base, probe)
         await self.store.put({f"{version}{MANIFEST}": record_of(manifest)})
         self._committed = version
         return manifest
 
-    def _manifest_of(self, version: PolicyVersion, layout: Layout, parts: Sequence[StagedPart], base: str) -> Manifest:
+    def _manifest_of(
+        self, version: PolicyVersion, layout: Layout, parts: Sequence[StagedPart], base: str, probe: Probe | None
+    ) -> Manifest:
         return Manifest(
             version=version,
             layout=layout,
@@ -204,6 +211,7 @@ class WeightPlane:
             base=base,
             codings=tuple(part.coding for part in parts),
             deltas_follow=self._deltas is not None,
+            probe=probe,
         )
 
     async def _check_base(self, version: PolicyVersion, base: str) -> None:
@@ -244,6 +252,7 @@ class WeightPlane:
             base=record.base,
             codings=record.codings,
             deltas_follow=record.deltas_follow,
+            probe=record.probe,
         )
 
     @asynccontextmanager

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
+from forge_async.core.errors import FingerprintError
 from forge_async.core.versions import PolicyVersion
-from forge_async.weights.fingerprint import Read, check_fingerprint, sample
+from forge_async.weights.fingerprint import check_fingerprint, sample
 from forge_async.weights.manifest import Manifest
 from forge_async.weights.packing import Unpacker
 from forge_async.weights.plane import ReadReport, WeightPlane
@@ -44,8 +45,20 @@ async def reading_weights(
         yield weights, manifests, report
 
 
-def check_served(manifests: Sequence[Manifest], read: Read, who: str, verify: str) -> None:
+class Served(Protocol):
+    """What an engine lets be seen of its weights; `policy.ports.Engine` has all of it."""
+
+    sealed: frozenset[str]
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]: ...
+
+    def first_wrong(self, names: Iterable[str]) -> str: ...
+
+
+def check_served(manifests: Sequence[Manifest], engine: Served, who: str, verify: str) -> None:
     """Compare what is served with manifests, of which each overrides those after it.
+
+    Parameters that the engine has sealed are compared by what it computes with them.
 
     Args:
         verify: `sampled` or `full`, as `weights.verify`.
@@ -55,5 +68,11 @@ def check_served(manifests: Sequence[Manifest], read: Read, who: str, verify: st
     told: set[str] = set()
     for manifest in manifests:
         names = sample(manifest) if verify == "sampled" else manifest.names()
-        check_fingerprint(manifest, read, who, [name for name in names if name not in told])
+        asked = [name for name in names if name not in told]
+        check_fingerprint(manifest, engine.read, who, [name for name in asked if name not in engine.sealed])
+        if wrong := engine.first_wrong([name for name in asked if name in engine.sealed]):
+            raise FingerprintError(
+                f"{who} pulled {manifest.version}, but does not compute with {wrong} as it was pulled; it must not "
+                "serve."
+            )
         told |= set(manifest.names())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forge_async.weights.manifest import Coding, Manifest
+from forge_async.weights.manifest import Coding, Manifest, Probe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,7 @@ class ManifestRecord:
     base: str
     codings: tuple[Coding, ...]
     deltas_follow: bool
+    probe: Probe | None
     schema: int
 
 
@@ -38,5 +39,6 @@ def record_of(manifest: Manifest) -> ManifestRecord:
         base=manifest.base,
         codings=manifest.codings,
         deltas_follow=manifest.deltas_follow,
+        probe=manifest.probe,
         schema=manifest.schema,
     )

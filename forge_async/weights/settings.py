@@ -63,6 +63,13 @@ class WeightsSettings:
         "serves is compared in the pause of a pull: a sample that changes with each version, or all of it",
         choices=VERIFY,
     )
+    probe_limit: float = setting(
+        1.0,
+        "policy.quantize: largest mean difference between what a replica and the learner say of a fixed text that a "
+        "replica may serve with; unless verify=none",
+        unit="nats a token",
+        low=0.0,
+    )
     merge_adapters: bool = setting(
         False,
         "with learner.lora.rank: publish and save the model with its adapters added in, whole each time, and not the "

@@ -58,10 +58,11 @@ class StoreEnd:
         # Kept until a later one is committed: a version may be staged and committed once more.
         self._builds_on = {each: on for each, on in self._builds_on.items() if each >= version}
         base = self._builds_on.get(version, "")
+        probe = self._snapshots.probe(version)
         if self._unpublished is None or self._unpublished[0] != version:
-            return await self.plane.commit(version, self._num_ranks, base)
+            return await self.plane.commit(version, self._num_ranks, base, probe)
         (_, packed), self._unpublished = self._unpublished, None
-        return await self.plane.publish(version, *packed, base)
+        return await self.plane.publish(version, *packed, base, probe)
 
     async def close(self) -> None:
         """Leave the store. What is under way fails."""

@@ -8,10 +8,8 @@ import pytest
 from forge_async.core.errors import FingerprintError, PolicyError, WeightsError
 from forge_async.core.versions import PolicyVersion
 from forge_async.weights.fingerprint import check_fingerprint
-from forge_async.weights.manifest import build_manifest
-from forge_async.weights.packing import LocalShard, pack
 from tests.engines import LONG_PROMPT, PROMPT, VERSIONS, finish, generate, request, rows
-from tests.models import Reference, make_model, read_weights
+from tests.models import Reference, make_model, manifest_of, read_weights
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -143,11 +141,7 @@ def test_what_is_read_back_is_what_was_loaded(engine, subject):
 
 def test_a_fingerprint_tellsVERSIONS_apart(engine, subject):
     for which in (0, 1):
-        boxes = [
-            LocalShard(name=name, tensor=tensor, global_shape=tuple(tensor.shape), offsets=(0,) * tensor.dim())
-            for name, tensor in subject.weights[which].items()
-        ]
-        manifest = build_manifest(engine.version, [pack(boxes, 0)[0]])
+        manifest = manifest_of(subject.weights[which], engine.version)
         if which == 0:
             check_fingerprint(manifest, engine.read, "policy_0")
         else:

@@ -8,10 +8,8 @@ import pytest
 from forge_async.core.errors import FingerprintError, PolicyError, WeightsError
 from forge_async.core.versions import PolicyVersion
 from forge_async.weights.fingerprint import check_fingerprint
-from forge_async.weights.manifest import build_manifest
-from forge_async.weights.packing import LocalShard, pack
 from tests.engines import LONG_PROMPT, PROMPT, VERSIONS, VllmAdapterSubject, finish, generate, request, rows
-from tests.models import Reference, make_model, random_adapter, without_end
+from tests.models import Reference, make_model, manifest_of, random_adapter, without_end
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.stack]
 
@@ -33,14 +31,6 @@ def subject(engine_child, tmp_path_factory):
 def engine(subject):
     subject.engine.load(subject.base | subject.weights[0], PolicyVersion(step=next(VERSIONS)))
     return subject.engine
-
-
-def manifest_of(weights, version):
-    boxes = [
-        LocalShard(name=name, tensor=each, global_shape=tuple(each.shape), offsets=(0,) * each.dim())
-        for name, each in weights.items()
-    ]
-    return build_manifest(version, [pack(boxes, 0)[0]])
 
 
 def assert_is(logprobs, wanted):

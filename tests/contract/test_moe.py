@@ -11,7 +11,7 @@ from forge_async.core.errors import FingerprintError, WeightsError
 from forge_async.core.versions import PolicyVersion
 from forge_async.weights.fingerprint import check_fingerprint
 from forge_async.weights.manifest import Packed, build_manifest
-from forge_async.weights.packing import LocalShard, pack, unpack
+from forge_async.weights.packing import unpack
 from tests.child import call_all
 from tests.contract.test_learner import (
     TitanSubject,
@@ -24,7 +24,7 @@ from tests.contract.test_learner import (
     weights_of,
 )
 from tests.engines import VERSIONS, VllmSubject
-from tests.models import Reference, make_model, read_weights, without_end
+from tests.models import Reference, make_model, manifest_of, read_weights, without_end
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(180)]
 
@@ -113,14 +113,6 @@ def load(subject, which=0, weights=None, **how):
     version = PolicyVersion(step=next(VERSIONS))
     subject.engine.load(weights or subject.weights[which], version, **how)
     return version
-
-
-def manifest_of(weights, version):
-    boxes = [
-        LocalShard(name=name, tensor=tensor, global_shape=tuple(tensor.shape), offsets=(0,) * tensor.dim())
-        for name, tensor in weights.items()
-    ]
-    return build_manifest(version, [pack(boxes, 0)[0]])
 
 
 def test_the_engine_serves_every_version_of_the_experts_and_gives_it_back(served):

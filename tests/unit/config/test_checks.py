@@ -12,6 +12,7 @@ from forge_async.config import Config, check, problems
 from forge_async.config import checks as c
 from forge_async.config import checks_disk as d
 from forge_async.config import checks_job as j
+from forge_async.config import checks_policy as p
 from forge_async.core.errors import ConfigError
 from forge_async.replay.settings import SWAP_MODES
 
@@ -95,9 +96,9 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
         {"learner.lora.rank": 8, "learner.lora.targets": ["q_proj", "q_proj"]},
         ["['q_proj', 'q_proj']", "each once"],
     ),
-    (c.adapters_can_travel, {"weights.merge_adapters": True}, ["no adapters to merge", "learner.lora.rank=8"]),
+    (p.adapters_can_travel, {"weights.merge_adapters": True}, ["no adapters to merge", "learner.lora.rank=8"]),
     (
-        c.adapters_can_travel,
+        p.adapters_can_travel,
         {"learner.lora.rank": 8, "policy.tensor_parallel": 2},
         ["learner.lora.rank=8 with policy.tensor_parallel=2", "weights.merge_adapters=true"],
     ),
@@ -123,21 +124,47 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
     (c.parallel_divides, {"learner.ranks": 3, "learner.tensor_parallel": 2}, ["learner.tensor_parallel=2"]),
     (c.parallel_divides, {"learner.ranks": 3, "learner.expert_parallel": 2}, ["learner.expert_parallel=2"]),
     (c.tiny_model_is_made, {"model.tiny": "moe", "model.path": "x"}, ["model.tiny=moe", "model.path=x", "leave one"]),
-    (c.routing_is_seen, {"policy.keep_routing": True, "policy.compile": True}, ["policy.compile=true", "leave one"]),
+    (p.quantized_engine_can_be, {"policy.quantize": "fp8"}, ["policy.quantize=fp8 needs a GPU", "quantize=int8"]),
+    (
+        p.quantized_engine_can_be,
+        {"policy.quantize": "fp8", "job.gpus_per_host": 2},
+        ["policy.quantize=fp8", "policy.dtype=float32", "policy.dtype=bfloat16"],
+    ),
+    (
+        p.quantized_engine_can_be,
+        {"policy.quantize": "int8", "policy.tensor_parallel": 2},
+        ["policy.quantize=int8", "policy.tensor_parallel=2"],
+    ),
+    (
+        p.quantized_engine_can_be,
+        {"policy.quantize": "int8", "learner.lora.rank": 8},
+        ["policy.quantize=int8", "learner.lora.rank=8", "weights.merge_adapters=true"],
+    ),
+    (
+        p.quantized_engine_can_be,
+        {"policy.quantize": "int8", "policy.compile": True},
+        ["policy.quantize=int8", "policy.compile=true"],
+    ),
+    (
+        p.quantized_engine_can_be,
+        {"policy.quantize": "int8", "async.max_staleness": 0, "async.correction": "none"},
+        ["policy.quantize=int8 with async.correction=none", "async.correction=token_is"],
+    ),
+    (p.routing_is_seen, {"policy.keep_routing": True, "policy.compile": True}, ["policy.compile=true", "leave one"]),
     (c.batch_divides, {"learner.ranks": 3}, ["groups_per_step=64", "learner.ranks=3", "groups_per_step=66"]),
     (c.group_has_baseline, {"group_size": 1}, ["group_size=1", "advantage.scale=group_std", "group_size=2"]),
     (
-        c.completion_fits,
+        p.completion_fits,
         {"sampling.max_new_tokens": 64},
         ["sampling.max_new_tokens=64", "policy.max_model_tokens=64", "policy.max_model_tokens=128"],
     ),
-    (c.stop_strings_have_text, {"sampling.stop": ["\n", ""]}, ["sampling.stop", "empty"]),
-    (c.kept_set_fits, {"sampling.top_k": 100}, ["sampling.top_k=100", "sampling.max_kept_tokens=100", "400 bytes"]),
-    (c.block_fits, {"policy.block_tokens": 48}, ["policy.block_tokens=48", "32", "policy.block_tokens=64"]),
-    (c.block_fits, {"policy.block_tokens": 20, "job.gpus_per_host": 2}, ["policy.block_tokens=32"]),
-    (c.engine_step_fits, {"policy.max_batch_tokens": 256}, ["policy.max_batch_tokens=256", "policy.max_sequences=512"]),
-    (c.concurrency_reads, {"policy.concurrency": "few"}, ["policy.concurrency=few", "all, auto"]),
-    (c.concurrency_reads, {"policy.concurrency": "0"}, ["policy.concurrency=0"]),
+    (p.stop_strings_have_text, {"sampling.stop": ["\n", ""]}, ["sampling.stop", "empty"]),
+    (p.kept_set_fits, {"sampling.top_k": 100}, ["sampling.top_k=100", "sampling.max_kept_tokens=100", "400 bytes"]),
+    (p.block_fits, {"policy.block_tokens": 48}, ["policy.block_tokens=48", "32", "policy.block_tokens=64"]),
+    (p.block_fits, {"policy.block_tokens": 20, "job.gpus_per_host": 2}, ["policy.block_tokens=32"]),
+    (p.engine_step_fits, {"policy.max_batch_tokens": 256}, ["policy.max_batch_tokens=256", "policy.max_sequences=512"]),
+    (p.concurrency_reads, {"policy.concurrency": "few"}, ["policy.concurrency=few", "all, auto"]),
+    (p.concurrency_reads, {"policy.concurrency": "0"}, ["policy.concurrency=0"]),
     (c.row_fits, {"learner.row_tokens": 9000}, ["learner.row_tokens=9000", "learner.micro_batch_tokens=2048"]),
     (
         c.compiled_rows_fit,

@@ -34,3 +34,7 @@ def test_old_tokens_alone_never_ring():
 )
 def test_the_limit_follows_what_is_computed_in(dtypes, limit):
     assert default_limit(*dtypes) == limit
+
+
+def test_a_quantised_engine_has_a_limit_of_its_own_elsewhere():
+    assert warnings_of(default_limit("float32", "float32", is_quantized=True), 5.0) == []

@@ -191,6 +191,41 @@ async def test_generation_goes_on_with_the_old_version_when_a_pull(mode, how):
         assert runs(result.completions) == [(9, 4)]
 
 
+class PreparingEngine(GatedEngine):
+    """Keeps its weights in a form of its own, and may find that they do not fit it."""
+
+    def __init__(self):
+        super().__init__()
+        self.sealed, self.refuses, self.threads = frozenset([TABLE]), False, set()
+
+    def prepare(self, weights, version):
+        self.threads.add(threading.get_ident())
+        if self.refuses:
+            raise WeightsError("they do not fit")
+        return super().prepare(weights, version)
+
+    def step(self):
+        self.stepping = threading.get_ident()
+        return super().step()
+
+
+async def test_an_engine_prepares_weights_beside_its_steps_and_a_refusal_leaves_it_as_it_was():
+    engine = PreparingEngine()
+    async with serving(engine) as service:
+        ticket = await generating(service, engine)
+        engine.refuses = True
+        with pytest.raises(WeightsError, match="do not fit"):
+            await pull(service)
+        engine.refuses = False
+        pulling = asyncio.create_task(pull(service))
+        await until(lambda: ("prepare", NEW.step) in engine.log)
+        engine.let(50)
+        await pulling
+        assert {step for step, _ in runs(await only_result(service, ticket))} == {0, NEW.step}
+        assert engine.log.index(("prepare", NEW.step)) < engine.log.index(("load", NEW.step))
+        assert engine.stepping not in engine.threads
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("gives_up", [False, True])
 async def test_weights_that_do_not_stand_the_check_make_no_token(mode, gives_up):

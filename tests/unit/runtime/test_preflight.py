@@ -124,6 +124,7 @@ def test_an_unreadable_config_is_refused(tmp_path: Path, text: str | None, word:
         (EXPERTS, {"learner.expert_parallel": 3}, ["learner.expert_parallel=3", "8 experts"]),
         (EXPERTS, {"policy.tensor_parallel": 2}, ["policy.tensor_parallel=2", "mixtures of experts"]),
         (EXPERTS, {"learner.tensor_parallel": 2}, ["learner.tensor_parallel=2", "mixtures of experts"]),
+        (EXPERTS, {"policy.quantize": "int8"}, ["policy.quantize=int8", "use policy.quantize=none"]),
         (EXPERTS, {"learner.compile": True}, ["learner.compile=true", "use learner.compile=false"]),
         (EXPERTS | {"hidden_size": 48}, {}, ["hidden_size=48", "on CPU"]),
         ({"num_hidden_layers": 512}, {"policy.kv_cache_bytes": 1 << 20}, ["policy.kv_cache_bytes=1048576", "or more"]),

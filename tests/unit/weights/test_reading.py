@@ -1,5 +1,7 @@
 """A reader of versions that build on others: what it is given, early or late, and what is compared."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -12,6 +14,21 @@ from tests.fakes import MemoryStore
 
 W, A, B = "q_proj.weight", "q_proj.lora_A.weight", "q_proj.lora_B.weight"
 FIRST = PolicyVersion(step=0)
+
+
+@dataclass
+class Holding:
+    """An engine that can be read back but for what is sealed, of which `wrong` is not what it should be."""
+
+    weights: dict[str, torch.Tensor]
+    sealed: frozenset[str] = frozenset()
+    wrong: str = ""
+
+    def read(self, names):
+        yield from ((name, self.weights[name]) for name in names if name not in self.sealed)
+
+    def first_wrong(self, names):
+        return self.wrong if self.wrong in self.sealed.intersection(names) else ""
 
 
 async def publish(plane, step, values, base=""):
@@ -56,9 +73,21 @@ async def test_a_late_reader_is_compared_with_both_the_newer_first(wrong):
     manifests = [await plane.manifest(each) for each in (version, FIRST)]
 
     def check():
-        check_served(manifests, lambda names: ((each, served[each]) for each in names), "policy_0", "full")
+        check_served(manifests, Holding(served), "policy_0", "full")
 
     check()
     served[wrong] = torch.zeros(2, 2)
     with pytest.raises(FingerprintError, match=f"policy_0 pulled policy@0.{int(wrong != W)}, but {wrong}"):
         check()
+
+
+async def test_what_is_sealed_is_compared_by_what_the_engine_computes_with_it():
+    plane, version = await a_run()
+    manifests = [await plane.manifest(each) for each in (version, FIRST)]
+    served = {name: torch.full((2, 2), value) for name, value in {A: 2.0, B: 3.0}.items()}
+    check_served(manifests, Holding(served, sealed=frozenset([W])), "policy_0", "full")
+    with pytest.raises(FingerprintError, match=f"policy_0 pulled policy@0.0, but does not compute with {W}"):
+        check_served(manifests, Holding(served, sealed=frozenset([W]), wrong=W), "policy_0", "full")
+    served[A] = torch.zeros(2, 2)
+    with pytest.raises(FingerprintError, match=f"{A} as it is served differs"):
+        check_served(manifests, Holding(served, sealed=frozenset([W])), "policy_0", "full")

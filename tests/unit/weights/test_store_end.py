@@ -8,6 +8,7 @@ import torch
 from forge_async.core.errors import LearnerError, WeightsError
 from forge_async.core.versions import PolicyVersion
 from forge_async.weights.chains import DeltaWriter
+from forge_async.weights.manifest import Probe
 from forge_async.weights.packing import LocalShard, Packer, unpack, unpacked
 from forge_async.weights.plane import WeightPlane
 from forge_async.weights.snapshots import Snapshots
@@ -41,6 +42,10 @@ def packed(step, rank=0, num_ranks=1, names=(FROZEN,)):
     return Packer(rank).pack(shards)
 
 
+def probe(step):
+    return Probe(token_ids=(1, 2), logprobs=(-float(step),))
+
+
 class Rank:
     """A learner rank: its snapshots, and its end of one store after the other."""
 
@@ -48,8 +53,8 @@ class Rank:
         self.rank, self.num_ranks, self.deltas, self.adapters = rank, num_ranks, deltas, adapters
         self.snapshots = Snapshots(keeps_last=keeps_last)
 
-    def snapshot(self, step, names=(FROZEN,)):
-        self.snapshots.add(version(step), copied(packed(step, self.rank, self.num_ranks, names)))
+    def snapshot(self, step, names=(FROZEN,), probe=None):
+        self.snapshots.add(version(step), copied(packed(step, self.rank, self.num_ranks, names)), probe)
 
     def join(self, store):
         plane = WeightPlane(store, deltas=DeltaWriter(20) if self.deltas else None)
@@ -81,21 +86,22 @@ async def test_what_was_published_last_comes_into_another_store_whole_and_with_t
     ranks = [Rank(rank, num_ranks, deltas=deltas).join(stores[0]) for rank in range(num_ranks)]
     for step in range(2):
         for rank in ranks:
-            rank.snapshot(step)
+            rank.snapshot(step, probe=probe(step))
         await publish(step, *ranks)
     before, expected = await read(stores[0], 1)
     assert before.kind == ("delta" if deltas else "full")
     for rank in ranks:
-        rank.snapshot(2)  # waits, as one that was taken while the store was gone
+        rank.snapshot(2, probe=probe(2))  # waits, as one that was taken while the store was gone
         rank.join(stores[1])
     await publish(1, *ranks)
     again, found = await read(stores[1], 1)
     assert again.kind == "full" and again.digests == before.digests
+    assert before.probe == again.probe == probe(1)
     assert torch.equal(found[FROZEN], expected[FROZEN])
     await publish(2, *ranks)
     manifest, found = await read(stores[1], 2)
     assert manifest.kind == ("delta" if deltas else "full"), "and deltas begin anew there"
-    assert found[FROZEN][0, 0] == 2
+    assert found[FROZEN][0, 0] == 2 and manifest.probe == probe(2)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -105,7 +111,7 @@ async def test_a_publication_that_the_death_broke_off_anywhere_is_made_whole_els
         stores = [MemoryStore(crash_after), MemoryStore()]
         ranks = [Rank(rank, num_ranks).join(stores[0]) for rank in range(num_ranks)]
         for rank in ranks:
-            rank.snapshot(3)
+            rank.snapshot(3, probe=probe(3))
         try:
             await publish(3, *ranks)
         except StoreCrashError:
@@ -113,7 +119,8 @@ async def test_a_publication_that_the_death_broke_off_anywhere_is_made_whole_els
         else:
             break
         await publish(3, *[rank.join(stores[1]) for rank in ranks])
-        assert (await read(stores[1], 3))[1][FROZEN][:, 0].tolist() == [3, COLUMNS + 3]
+        manifest, found = await read(stores[1], 3)
+        assert found[FROZEN][:, 0].tolist() == [3, COLUMNS + 3] and manifest.probe == probe(3)
     assert crash_after >= 4
 
 
