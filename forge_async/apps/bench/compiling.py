@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -21,27 +20,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from forge_async.apps.bench.engine_runs import Cost, build_engine, clocked, run_engine
 from forge_async.apps.bench.output import Report
 from forge_async.apps.bench.packing import samples_of
 from forge_async.apps.bench.plan import Plan, in_another_process
 from forge_async.backends.only_rank import be_the_only_rank
 from forge_async.config import Config
-from forge_async.core.versions import PolicyVersion
 from forge_async.learner.batch import split_samples
 from forge_async.learner.layout import Layout
 from forge_async.learner.settings import OptimizerSettings
 
 if TYPE_CHECKING:
     from forge_async.backends.titan_learner import TitanLearner
-    from forge_async.policy.ports import Engine
 
 PARTS = ("learner", "policy")
 CASES = {"eager": False, "compiled": True}
 LEARNER_TOKENS = (256, 2048, 16_384)
 SAMPLE_TOKENS = 32
 POLICY_TOKENS = (1, 16, 256)
-NEW_TOKENS = 32
-"""Steps of an engine's run, each a token of every sequence."""
 WARM_STEPS = 3
 """Steps of the learner, and runs of an engine, until shapes are known and nothing is compiled any more."""
 WITHOUT_CACHES = {
@@ -49,23 +45,6 @@ WITHOUT_CACHES = {
     "VLLM_DISABLE_COMPILE_CACHE": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # so that what compiling costs is seen in this process's CPU seconds
 }
-PROMPT = np.arange(3, 11, dtype=np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What something took."""
-
-    wall_s: float
-    cpu_s: float
-    """Of this process and of those that it waited for, such as the C++ compiler."""
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.wall_s + other.wall_s, self.cpu_s + other.cpu_s)
-
-    def over(self, number: int) -> Cost:
-        """Of one of so many."""
-        return Cost(self.wall_s / number, self.cpu_s / number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,18 +101,6 @@ def _told(row: dict[str, Any]) -> str:
     )
 
 
-@contextmanager
-def _timed(found: list[Cost]) -> Iterator[None]:
-    begun, cpu = time.perf_counter(), _cpu_s()
-    yield
-    found.append(Cost(time.perf_counter() - begun, _cpu_s() - cpu))
-
-
-def _cpu_s() -> float:
-    times = os.times()
-    return time.process_time() + times.children_user + times.children_system
-
-
 def _total(costs: Sequence[Cost]) -> Cost:
     return sum(costs, Cost(0.0, 0.0))
 
@@ -156,7 +123,7 @@ def _in_turn(case: str, steps: dict[str, Callable[[], Any]], rounds: int) -> dic
     for found, count in ((warm, WARM_STEPS), (timed, rounds)):
         for _ in range(count):
             for name, step in steps.items():
-                with _timed(found[name]):
+                with clocked(found[name]):
                     step()
     return row_of(case, *(Timing(_total(warm[name]), timed[name]) for name in CASES))
 
@@ -182,6 +149,11 @@ def _learner(folder: Path, config: Config, compiles: bool) -> TitanLearner:
     )
 
 
+def _build_engine(folder: Path, config: Config, compiles: bool) -> Cost:
+    os.environ |= WITHOUT_CACHES
+    return build_engine(folder, replace(config.policy, compile=compiles, tensor_parallel=1))
+
+
 def _policy_rows(folder: Path, config: Config, rounds: int) -> list[dict[str, Any]]:
     """A process for each engine, since what vLLM compiles is a matter of the process; one works at a time."""
     context = multiprocessing.get_context("spawn")
@@ -190,45 +162,13 @@ def _policy_rows(folder: Path, config: Config, rounds: int) -> list[dict[str, An
         warm = {case: pool.submit(_build_engine, folder, config, CASES[case]).result() for case, pool in pools.items()}
         for case, pool in pools.items():
             for tokens in POLICY_TOKENS * WARM_STEPS:
-                warm[case] += pool.submit(_run_engine, tokens).result()[0]
+                warm[case] += pool.submit(run_engine, tokens).result()[0]
         rows = []
         for tokens in POLICY_TOKENS:
             timed: dict[str, list[Cost]] = {case: [] for case in CASES}
             for _ in range(rounds):
                 for case, pool in pools.items():
-                    cost, num_steps = pool.submit(_run_engine, tokens).result()
+                    cost, num_steps = pool.submit(run_engine, tokens).result()
                     timed[case].append(cost.over(num_steps))
             rows.append(row_of(f"policy/tokens={tokens}", *(Timing(warm[case], timed[case]) for case in CASES)))
         return rows
-
-
-_engines: list[Engine] = []
-"""The one of this process."""
-
-
-def _build_engine(folder: Path, config: Config, compiles: bool) -> Cost:
-    """What its construction took, imports included."""
-    os.environ |= WITHOUT_CACHES
-    found: list[Cost] = []
-    with _timed(found):
-        from forge_async.backends.vllm_engine import VllmEngine
-
-        settings = replace(config.policy, compile=compiles, tensor_parallel=1)
-        _engines.append(VllmEngine(str(folder), settings, PolicyVersion()))
-    return found[0]
-
-
-def _run_engine(num_sequences: int) -> tuple[Cost, int]:
-    """What a run took, and its steps."""
-    from forge_async.policy.ports import GenerationRequest, Sampling
-
-    (engine,), found = _engines, []
-    sampling = Sampling(max_new_tokens=NEW_TOKENS)
-    request = GenerationRequest(id="0", prompt_token_ids=PROMPT, num_samples=num_sequences, seed=0, sampling=sampling)
-    with _timed(found):
-        engine.add([request])
-        num_steps = 0
-        while engine.num_unfinished():
-            engine.step()
-            num_steps += 1
-    return found[0], num_steps

@@ -3,7 +3,8 @@
 import pytest
 
 from forge_async.apps.bench.__main__ import parse
-from forge_async.apps.bench.compiling import CASES, Cost, Timing, _in_turn, _told, row_of
+from forge_async.apps.bench.compiling import CASES, Timing, _in_turn, _told, row_of
+from forge_async.apps.bench.engine_runs import Cost
 from forge_async.core.errors import ConfigError
 
 
