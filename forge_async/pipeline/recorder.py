@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from forge_async.core.versions import PolicyVersion
 from forge_async.observe import names
 from forge_async.observe.group_events import STORE_RESTARTED, EventsLog, GroupEvent
-from forge_async.observe.process_stats import process_stats
 from forge_async.observe.progress import Progress
 from forge_async.observe.rollout_log import RolloutLog, RolloutRecord
 from forge_async.observe.sinks import MetricsSink
@@ -29,6 +28,7 @@ from forge_async.pipeline.ports import (
     Workers,
 )
 from forge_async.pipeline.publish import Publication
+from forge_async.pipeline.row_figures import engine_figures, memory_figures, reference_figures, transport_line
 from forge_async.pipeline.store_keeper import StoreRestart
 
 ENDED = ("filtered", "failed", "expired", "cancelled")
@@ -251,17 +251,23 @@ class Recorder:
             names.LEARNER_WAIT_DATA_S: first.wait_data_s,
             names.POLICY_BUSY: min(1.0, sum(each.service.busy_s for each in stats) / len(stats) / step_s),
             names.REWARD_BUSY: min(1.0, sum(report.score_s for report in reports) / len(reports) / step_s),
-            **_reference_figures(reports, step_s),
+            **reference_figures(reports, step_s),
             names.TOKENS_COMPUTED: result.num_sample_tokens,
             names.USEFUL_FRACTION: result.num_sample_tokens / max(result.num_row_tokens, 1),
-            **_engine_figures(stats),
+            **engine_figures(stats),
             names.ROLLOUTS_CUT: sum(report.num_cut for report in reports),
             names.GROUPS_SALVAGED: sum(report.num_salvaged for report in reports),
             names.SAMPLES_OVERSIZE: sum(report.num_oversize for report in reports),
             names.UNKNOWN_KEPT_SETS: sum(report.num_unknown_tokens for report in reports),
             **self._batch_figures(batch),
             **self._weight_figures(),
-            **self._memory(step.ranks, stats, reports),
+            **memory_figures(
+                step.ranks,
+                {each.name: was for each, was in zip(self._replicas, stats, strict=True)},
+                reports,
+                pids=self._pids,
+                held_bytes=self._weights.held_bytes,
+            ),
             **self._take_evaluation(),
         }
 
@@ -291,29 +297,6 @@ class Recorder:
             names.WEIGHTS_LAG_S: weights.lag_s,
             names.WEIGHTS_BYTES: weights.num_bytes,
         }
-
-    def _memory(
-        self, ranks: Sequence[LearnerStep], stats: Sequence[ReplicaStats], reports: Sequence[WorkerReport]
-    ) -> dict[str, float]:
-        """Resident memory and CPU seconds of each process, and what a weight sync holds on top."""
-        processes = {f"learner_{i}": (rank.rss_bytes, rank.cpu_s) for i, rank in enumerate(ranks)}
-        processes |= {
-            replica.name: (each.rss_bytes, each.cpu_s) for replica, each in zip(self._replicas, stats, strict=True)
-        }
-        processes |= {f"rollout_{i}": (report.rss_bytes, report.cpu_s) for i, report in enumerate(reports)}
-        for name, pid in self._pids.items():
-            if (found := process_stats(pid)) is not None:
-                processes[name] = (found.rss_bytes, found.cpu_s)
-        held = {f"learner_{i}": rank.snapshot_bytes for i, rank in enumerate(ranks)} | self._weights.held_bytes
-        row: dict[str, float] = {
-            names.RSS_BYTES: sum(rss for rss, _ in processes.values()),
-            names.SYNC_PEAK_BYTES: max(held.values(), default=0),
-        }
-        for name, (rss, cpu_s) in processes.items():
-            row[names.per_process(names.RSS_BYTES, name)] = rss
-            row[names.per_process("cpu_s", name)] = cpu_s
-        row.update({names.per_process(names.SYNC_PEAK_BYTES, name): value for name, value in held.items()})
-        return row
 
     def _write_rollouts(self, step: _Step) -> None:
         records = [
@@ -373,28 +356,3 @@ class Recorder:
         batch = step.ranks[0].batch
         self._tracer.counter("queue", step.ended_s, depth=batch[names.QUEUE_DEPTH])
         self._tracer.counter("staleness", step.ended_s, max=batch[names.STALENESS_MAX])
-
-
-def transport_line(pull: Pull) -> str:
-    """Which transport carried a pull, and at what rate."""
-    megabytes, took_s = pull.num_bytes / 1e6, max(pull.fetch_s + pull.pause_s, 1e-9)
-    return f"{pull.transport}, {megabytes:.3g} MB in {1e3 * took_s:.0f} ms ({megabytes / took_s:.3g} MB/s)"
-
-
-def _reference_figures(reports: Sequence[WorkerReport], step_s: float) -> dict[str, float]:
-    """How long workers waited for the reference service, if there is one."""
-    waits = [report.reference_s for report in reports if report.reference_s is not None]
-    return {names.REFERENCE_BUSY: min(1.0, sum(waits) / len(waits) / step_s)} if waits else {}
-
-
-def _engine_figures(stats: Sequence[ReplicaStats]) -> dict[str, float]:
-    """How full the engines are, and what swaps have cost since the step before."""
-    swaps = [swap for each in stats for swap in each.service.swap_records]
-    return {
-        names.DISCARDED_TOKENS: sum(swap.discarded_tokens for swap in swaps),
-        names.RECOMPUTED_TOKENS: sum(swap.recomputed_tokens for swap in swaps),
-        names.KV_USAGE: max((each.kv_usage for each in stats), default=0.0),
-        names.QUEUED_REQUESTS: sum(each.num_queued for each in stats),
-        names.PREEMPTIONS: sum(each.num_preemptions for each in stats),
-        names.LIMIT_SEQUENCES: max((each.limit_sequences for each in stats), default=0),
-    }
