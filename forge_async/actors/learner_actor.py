@@ -171,15 +171,19 @@ class LearnerActor(ForgeActor):
             ("train", "work", taken, trained - taken, None),
         )
         copied, self._copied = self._copied, []
+        sent = self._take_sendings()
         return LearnerStep(
             result=result,
             batch=batch,
             wait_data_s=taken - begun,
             snapshot_s=ended - trained,
             snapshot_bytes=len(self._snapshots) * learner.snapshot_bytes,
-            spans=(*spans, *copied, *self._sent()),
+            spans=(*spans, *copied, *_spans_of(sent)),
             rss_bytes=own.rss_bytes,
             cpu_s=own.cpu_s,
+            broken_broadcasts=tuple(
+                f"The broadcast of {each.key} broke off: {each.error}" for each in sent if each.error
+            ),
         )
 
     @concurrent_endpoint
@@ -295,20 +299,11 @@ class LearnerActor(ForgeActor):
         if old is not None:
             await old.close()
 
-    def _sent(self) -> Spans:
-        """Spans of the broadcasts that ended since the last call. They ran beside the step, on another thread."""
+    def _take_sendings(self) -> list[Sending]:
+        """The broadcasts that ended since the last call. They ran beside the step, on another thread."""
         sendings = self._sendings[:]
         del self._sendings[: len(sendings)]
-        return tuple(
-            (
-                "broadcast",
-                "work",
-                each.started_s,
-                each.duration_s,
-                {"key": each.key, "bytes": each.num_bytes, "readers": each.num_members},
-            )
-            for each in sendings
-        )
+        return sendings
 
     async def _reserve(self, wanted: bool) -> None:
         """Ask for memory of the size of the last snapshot, unless some is at hand.
@@ -360,3 +355,16 @@ class LearnerActor(ForgeActor):
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _spans_of(sendings: Sequence[Sending]) -> Spans:
+    return tuple(
+        (
+            "broadcast",
+            "work",
+            each.started_s,
+            each.duration_s,
+            {"key": each.key, "bytes": each.num_bytes, "readers": each.num_members},
+        )
+        for each in sendings
+    )

@@ -80,6 +80,8 @@ class LearnerStep:
     rss_bytes: int
     cpu_s: float
     """CPU seconds of the process since it began."""
+    broken_broadcasts: tuple[str, ...] = ()
+    """What broke off since the step before, and why, in a sentence each; who missed it pulls it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from forge_async.core.versions import PolicyVersion
 from forge_async.observe import names
-from forge_async.observe.group_events import STORE_RESTARTED, EventsLog, GroupEvent
+from forge_async.observe.group_events import EventsLog, GroupEvent
+from forge_async.observe.incidents import BROADCAST_BROKEN, DELTA_REPLACED, SINK_DISABLED, STORE_RESTARTED, Incident
 from forge_async.observe.progress import Progress
 from forge_async.observe.rollout_log import RolloutLog, RolloutRecord
 from forge_async.observe.sinks import MetricsSink
@@ -90,11 +93,12 @@ class Recorder:
         pids: Mapping[str, int] | None = None,
         alarm: ParityAlarm | None = None,
         earlier_groups: Mapping[str, float] | None = None,
+        num_done: int = 0,
     ) -> None:
         """`begun_s` is the wall clock at which the process started; all times of the records count from it.
 
         `pids` are processes of this machine, by name, that report nothing themselves; `alarm` looks at every row.
-        `earlier_groups` are the replay actor's totals when a resumed run goes on.
+        `earlier_groups` are the replay actor's totals when a resumed run goes on, `num_done` the steps done before.
         """
         self._begun_s, self._sink, self._events, self._rollouts = begun_s, sink, events, rollouts
         self._rollouts_per_step, self._tracer, self._progress = rollouts_per_step, tracer, progress
@@ -110,6 +114,8 @@ class Recorder:
         self._evaluation: dict[str, float] = {}
         """Figures of an evaluation that ended since the last row."""
         self._closed = False
+        self._num_done_before, self._ended_s = num_done, list[float]()
+        """Steps of earlier processes, and the wall clock at the end of each one since."""
 
     def admitted(self, admissions: Sequence[Admission], replica: str) -> None:
         now = time.time()
@@ -129,6 +135,10 @@ class Recorder:
         now = time.time()
         self._weights.step_ended_s[ranks[0].result.version.step] = now
         self._steps.append(_Step(step=step, ranks=ranks, ended_s=now))
+        self._ended_s.append(now)
+        for number, rank in enumerate(ranks):
+            for broken in rank.broken_broadcasts:
+                self._incident(BROADCAST_BROKEN, f"learner_{number}: {broken}", now)
         self._settled.clear()
         self._arrived.set()
 
@@ -149,7 +159,9 @@ class Recorder:
             self._progress.note(f"weights to {replica}: {transport_line(pull)}")
         if pull.damage:
             weights.num_damaged += 1
-            self._progress.note(f"{replica} pulled {pull.version} whole: {pull.damage}")
+            text = f"{replica} pulled {pull.version} whole: {pull.damage}"
+            self._progress.note(text)
+            self._incident(DELTA_REPLACED, text, pull.started_s)
         weights.held_bytes[replica] = pull.held_bytes
         args = {"version": pull.version.step}
         swap_s = pull.started_s + pull.fetch_s
@@ -160,11 +172,12 @@ class Recorder:
         """The weight store died and was replaced, by a process of this pid where it is on this machine."""
         self._pids |= {} if pid is None else {"store": pid}
         self._progress.say(f"warning: {restart.sentence}")
-        if self._closed:
-            return
-        figures = {"time_s": restart.died_s - self._begun_s, **restart.record}
-        self._events.write_incident(STORE_RESTARTED, figures)
+        self._incident(STORE_RESTARTED, restart.sentence, restart.died_s, **restart.record)
         self._tracer.add("weights", [("replace the store", "wait", restart.died_s, restart.duration_s, restart.record)])
+
+    def sink_disabled(self, text: str) -> None:
+        """A further sink failed; `text` says how."""
+        self._incident(SINK_DISABLED, text, time.time())
 
     def evaluated(self, found: Evaluated) -> None:
         """Figures of an evaluation, for the next row."""
@@ -270,6 +283,13 @@ class Recorder:
             ),
             **self._take_evaluation(),
         }
+
+    def _incident(self, kind: str, text: str, at_s: float, **more: Any) -> None:
+        """Something went wrong at this wall clock, and was mended."""
+        if not self._closed:
+            step = self._num_done_before + bisect_right(self._ended_s, at_s)
+            incident = Incident(kind=kind, step=step, time_s=at_s - self._begun_s, text=text)
+            self._events.write_incident(kind, incident.record(**more))
 
     def _take_evaluation(self) -> dict[str, float]:
         figures, self._evaluation = self._evaluation, {}

@@ -92,7 +92,7 @@ class Launch:
         others: list[MetricsSink] = [TensorBoardSink(directory.tensorboard)] if config.observe.tensorboard else []
         self._recorder = Recorder(
             begun_s=run_begun_s,
-            sink=CompositeSink(JsonlSink(directory.metrics), others),
+            sink=CompositeSink(JsonlSink(directory.metrics), others, self._sink_disabled),
             events=EventsLog(directory.events),
             rollouts=RolloutLog(directory.rollouts),
             rollouts_per_step=config.run.rollouts_per_step,
@@ -103,6 +103,7 @@ class Launch:
             pids={"controller": os.getpid(), **actors.silent_pids},
             alarm=ParityAlarm(_alarm_limit(config), self._warn),
             earlier_groups=earlier_groups,
+            num_done=self._resume.version.step if self._resume else 0,
         )
         return Run(
             replay=actors.replay,
@@ -145,6 +146,10 @@ class Launch:
 
     def _warn(self, text: str) -> None:
         self._progress.say(f"warning: {text}")
+
+    def _sink_disabled(self, text: str) -> None:
+        if self._recorder is not None:
+            self._recorder.sink_disabled(text)
 
     def _ready(self, name: str, _: float) -> None:
         self.startup[name] = time.time() - self._begun_s
