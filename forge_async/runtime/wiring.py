@@ -8,7 +8,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -28,10 +27,9 @@ from forge_async.replay.generating import groups_at_once
 from forge_async.rollout.oversize import SampleLimit
 from forge_async.runtime.meshes import Placement
 from forge_async.runtime.resume import JOURNAL, ResumePoint
+from forge_async.runtime.start_watch import Watch, watched_start
 from forge_async.runtime.store import RunningStore
 from forge_async.weights.retention import Committed
-
-T = TypeVar("T")
 
 
 class RemoteReplica:
@@ -173,14 +171,29 @@ async def start_actors(
 ) -> Actors:
     """Start every actor of a run together and connect them. `on_ready(name, seconds)` is told of each.
 
-    `resume` is where the run goes on, if it does.
+    `resume` is where the run goes on, if it does. Raises ActorDiedError as soon as one of them dies meanwhile.
     """
+    return await watched_start(
+        lambda watch: _start_actors(config, model_folder, placement, run_dir, on_ready, resume, watch)
+    )
+
+
+async def _start_actors(
+    config: Config,
+    model_folder: Path,
+    placement: Placement,
+    run_dir: Path,
+    on_ready: Callable[[str, float], None],
+    resume: ResumePoint | None,
+    watch: Watch,
+) -> Actors:
     begun = time.monotonic()
 
-    async def ready(name: str, starting: Awaitable[T]) -> T:
-        result = await starting
+    async def ready(name: str, starting: Awaitable[ActorHandle]) -> ActorHandle:
+        handle = await starting
+        watch(handle.watch.wait_for_death)
         on_ready(name, time.monotonic() - begun)
-        return result
+        return handle
 
     limits = {"start_timeout_s": config.run.start_timeout_s, "stop_timeout_s": config.run.stop_timeout_s}
     names = [f"policy_{number}" for number in range(config.policy.replicas)]
@@ -207,6 +220,7 @@ async def start_actors(
     source, epoch_size = await workers[0].source.call_one()
     prompts = Prompts(source=source, epoch_size=epoch_size)
     replay = await _start_replay(config, placement, run_dir, prompts, limits, resume)
+    watch(replay.watch.wait_for_death)
     running = RunningStore(
         store.result(),
         lambda: _start_store(config, placement, run_dir, limits),
