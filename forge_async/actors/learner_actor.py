@@ -147,8 +147,12 @@ class LearnerActor(ForgeActor):
         return self._rank.version
 
     @concurrent_endpoint
-    async def join(self, store_handle: bytes) -> None:
-        """Leave the weight store, which is dead, for another, and publish there from now on. Call on all ranks."""
+    async def join(self, store_handle: bytes, store: ActorHandle | None = None) -> None:
+        """Leave the weight store, which is dead, for another, and publish there from now on. Call on all ranks.
+
+        `store` is its actor, for a learner that was given one.
+        """
+        self._store = store or self._store
         await self._join(store_handle)
 
     @concurrent_endpoint
