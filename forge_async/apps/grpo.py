@@ -79,7 +79,7 @@ def _train(config: Config, begun_s: float) -> int:
         eval_after=launch.result.eval_after,
         evaluations=launch.result.evaluations,
         best_checkpoint=str(best) if (best := launch.result.best_checkpoint) else None,
-        last_checkpoint=str(last) if (last := launch.result.checkpoint) else None,
+        last_checkpoint=str(last) if (last := launch.last_checkpoint) else None,
         resumed_at=resume.resumed_at if resume else (),
         groups=launch.result.groups,
         weights_sha256=launch.result.weights_sha256,

@@ -36,6 +36,8 @@ RESUMED = "resumed"
 ROLLOUTS_CUT = "rollouts_cut"
 GROUPS_FAILED = "groups_failed"
 GROUPS_EXPIRED = "groups_expired"
+GROUPS_REQUEUED = "groups_requeued"
+GROUPS_STALE = "groups_stale"
 
 KINDS: dict[str, Kind] = {
     RESUMED: Kind(title="the run ended before its last step and was resumed"),
@@ -48,6 +50,8 @@ KINDS: dict[str, Kind] = {
     ),
     ROLLOUTS_CUT: Kind(title="rollouts took longer than rollout.timeout_s and were cut off"),
     GROUPS_FAILED: Kind(title="groups could not be made and other prompts took their places"),
+    GROUPS_REQUEUED: Kind(title="groups grew older than the bound on age allows, or were given up, and are made again"),
+    GROUPS_STALE: Kind(title="groups grew older than the bound on age allows and were trained on all the same"),
     GROUPS_EXPIRED: Kind(title="groups grew older than the bound on age allows and other prompts took their places"),
 }
 """All kinds, in the order in which they are told; a name that is not here is told by itself."""
@@ -108,9 +112,11 @@ def _counted(row: Row) -> list[Incident]:
         (ROLLOUTS_CUT, names.ROLLOUTS_CUT, "rollouts_lost"),
         (GROUPS_FAILED, names.GROUPS_FAILED, "groups_lost"),
         (GROUPS_EXPIRED, names.GROUPS_EXPIRED, "groups_lost"),
+        (GROUPS_REQUEUED, names.GROUPS_REQUEUED, "groups_again"),
+        (GROUPS_STALE, names.GROUPS_STALE, ""),
     ):
         if count := int(number(row, name) or 0):
-            figures: dict[str, Any] = {"times": count, lost: count}
+            figures: dict[str, Any] = {"times": count} | ({lost: count} if lost else {})
             found.append(Incident(kind=kind, step=int(row[names.STEP]), time_s=number(row, names.TIME_S), **figures))
     return found
 

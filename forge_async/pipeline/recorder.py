@@ -35,6 +35,9 @@ from forge_async.pipeline.row_figures import engine_figures, memory_figures, ref
 from forge_async.pipeline.store_keeper import StoreRestart
 
 ENDED = ("filtered", "failed", "expired", "cancelled")
+NOT_ENDED = ("requeued", "stale", "late")
+"""What else the replay actor counts of groups."""
+COUNTED = ("trained", *ENDED, *NOT_ENDED)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,7 +109,7 @@ class Recorder:
         self._alarm = alarm
         self._known: dict[int, _Known] = {}
         self._weights = _Weights()
-        self._totals = {name: (earlier_groups or {}).get(f"groups/{name}", 0) for name in ("trained", *ENDED)}
+        self._totals = {name: (earlier_groups or {}).get(f"groups/{name}", 0) for name in COUNTED}
         self._steps: deque[_Step] = deque()
         self._arrived, self._settled = asyncio.Event(), asyncio.Event()
         self._settled.set()
@@ -298,7 +301,7 @@ class Recorder:
     def _batch_figures(self, batch: dict) -> dict[str, float]:
         """The replay actor's figures: those of the batch as they are, running totals as what this step added."""
         figures = {name: value for name, value in batch.items() if "/" in name and not name.startswith("groups/")}
-        for name in ("trained", *ENDED):
+        for name in COUNTED:
             total = batch[f"groups/{name}"]
             figures[f"groups/{name}"] = total - self._totals[name]
             self._totals[name] = total

@@ -39,7 +39,7 @@ def memory_figures(
     }
     for name, (rss, cpu_s) in processes.items():
         row[names.per_process(names.RSS_BYTES, name)] = rss
-        row[names.per_process("cpu_s", name)] = cpu_s
+        row[names.per_process(names.CPU_S, name)] = cpu_s
     row.update({names.per_process(names.SYNC_PEAK_BYTES, name): value for name, value in held.items()})
     return row
 

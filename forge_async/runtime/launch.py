@@ -56,6 +56,11 @@ class Launch:
         self.result = RunResult()
         self._recorder: Recorder | None = None
 
+    @property
+    def last_checkpoint(self) -> Path | None:
+        """The newest one: where a run goes on that has ended now; None when there is none yet."""
+        return self.result.checkpoint or (self._resume.checkpoint if self._resume else None)
+
     async def run(self) -> None:
         """Start, train, stop. Whatever happens, no process is left and the records are closed."""
         loop_watch = LoopWatch("the controller", self._warn).start()

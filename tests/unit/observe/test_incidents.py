@@ -9,7 +9,10 @@ from forge_async.observe import names, report
 from forge_async.observe.group_events import EventsLog, read_incidents
 from forge_async.observe.incidents import (
     DELTA_REPLACED,
+    GROUPS_EXPIRED,
     GROUPS_FAILED,
+    GROUPS_REQUEUED,
+    GROUPS_STALE,
     KINDS,
     RESUMED,
     ROLLOUTS_CUT,
@@ -80,6 +83,12 @@ def test_what_the_metrics_count_is_an_incident_too() -> None:
     assert cut == Incident(kind=ROLLOUTS_CUT, step=2, time_s=14.0, times=3, rollouts_lost=3)
     assert failed == Incident(kind=GROUPS_FAILED, step=2, time_s=14.0, groups_lost=1)
     assert [told.lost for told in tell([cut, failed])] == ["3 rollouts", "1 group"]
+    row = metrics_row(4, **{names.GROUPS_EXPIRED: 1, names.GROUPS_REQUEUED: 5, names.GROUPS_STALE: 2})
+    assert {told.kind: (told.times, told.lost) for told in tell(incidents_of([], [row]))} == {
+        GROUPS_REQUEUED: (5, "5 groups made again"),
+        GROUPS_STALE: (2, "nothing"),
+        GROUPS_EXPIRED: (1, "1 group"),
+    }
 
 
 def test_kinds_stand_in_their_order_and_one_that_is_not_known_last_by_its_own_name() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import fcntl
+import io
 from pathlib import Path
 
 import pytest
 
+from forge_async.config import compose
 from forge_async.core.errors import ConfigError, ForgeError
 from forge_async.core.records import PromptId
 from forge_async.core.versions import PolicyVersion
 from forge_async.observe.group_events import read_incidents
+from forge_async.observe.progress import Progress
 from forge_async.observe.run_directory import RunDirectory
 from forge_async.observe.sinks import JsonlSink
 from forge_async.observe.summary import RunFacts, write_summary
@@ -18,6 +21,7 @@ from forge_async.pipeline.run_state import RunState
 from forge_async.replay import events as ev
 from forge_async.replay.journal import Journal
 from forge_async.runtime import resume
+from forge_async.runtime.launch import Launch
 from forge_async.runtime.resume import JOURNAL, find_resume_point, note_resume
 
 
@@ -147,6 +151,16 @@ def test_without_a_checkpoint_all_of_it_is_done_again(tmp_path: Path) -> None:
     [incident] = read_incidents(run.events)
     assert incident["text"] == "The run ended (killed, without a word) and began again."
     assert incident["steps_again"] == 4 and "time_s" not in incident
+
+
+def test_a_resumed_run_that_ends_before_its_next_checkpoint_still_says_where_to_go_on(tmp_path: Path) -> None:
+    run = make_run(tmp_path, HISTORY, (3,))
+    config, progress = compose(), Progress(10, io.StringIO())
+    launch = Launch(config, tmp_path, run, progress, 0.0, find_resume_point(run, 10))
+    assert launch.last_checkpoint == run.checkpoints / "step-000003"
+    launch.result.checkpoint = run.checkpoints / "step-000006"
+    assert launch.last_checkpoint == launch.result.checkpoint
+    assert Launch(config, tmp_path, run, progress, 0.0).last_checkpoint is None
 
 
 def test_a_run_that_is_made_longer_had_not_gone_wrong(tmp_path: Path) -> None:
