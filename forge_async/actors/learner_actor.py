@@ -185,9 +185,7 @@ class LearnerActor(ForgeActor):
             spans=(*spans, *copied, *_spans_of(sent)),
             rss_bytes=own.rss_bytes,
             cpu_s=own.cpu_s,
-            broken_broadcasts=tuple(
-                f"The broadcast of {each.key} broke off: {each.error}" for each in sent if each.error
-            ),
+            broken_broadcasts=tuple(each.failure for each in sent if each.failure),
         )
 
     @concurrent_endpoint
