@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -221,16 +221,36 @@ async def _start_actors(
     prompts = Prompts(source=source, epoch_size=epoch_size)
     replay = await _start_replay(config, placement, run_dir, prompts, limits, resume)
     watch(replay.watch.wait_for_death)
-    running = RunningStore(
-        store.result(),
-        lambda: _start_store(config, placement, run_dir, limits),
-        learner.result(),
-        tuple(replicas.values()),
-        config.weights.timeout_s,
+    started = _Started(
+        store=store.result(),
+        learner=learner.result(),
+        replicas=replicas,
+        workers=workers,
+        reference=[task.result() for task in references],
+        replay=replay,
     )
-    store_handle = await store.result().handle.call_one()
-    version, *_ = await learner.result().connect.call(store_handle, replay)
-    reference = [task.result() for task in references]
+    return await _connect(config, started, lambda: _start_store(config, placement, run_dir, limits))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Started:
+    """The actors of a run, before they know of each other."""
+
+    store: ActorHandle
+    learner: ActorHandle
+    replicas: Mapping[str, ActorHandle]
+    workers: Sequence[ActorHandle]
+    reference: Sequence[ActorHandle]
+    """The reference service, if there is one."""
+    replay: ActorHandle
+
+
+async def _connect(config: Config, started: _Started, start_store: Callable[[], Awaitable[ActorHandle]]) -> Actors:
+    """Tell the actors of each other; `start_store` starts another store, should that one die."""
+    store, learner, replicas, workers = started.store, started.learner, dict(started.replicas), started.workers
+    reference, replay = started.reference, started.replay
+    store_handle = await store.handle.call_one()
+    version, *_ = await learner.connect.call(store_handle, replay)
     first_rank = reference[0].rank(0) if reference else None
     await asyncio.gather(
         *(handle.connect.call_one(store_handle) for handle in replicas.values()),
@@ -240,19 +260,12 @@ async def _start_actors(
     deadline, weights_deadline = config.run.step_timeout_s, config.weights.timeout_s
     return Actors(
         replay=RemoteReplay(replay, deadline),
-        learner=RemoteLearner(learner.result(), deadline, weights_deadline),
+        learner=RemoteLearner(learner, deadline, weights_deadline),
         replicas=tuple(RemoteReplica(name, handle, deadline, weights_deadline) for name, handle in replicas.items()),
         workers=RemoteWorkers(workers, deadline),
-        store=running,
-        handles=(
-            *filter(None, ranks),
-            learner.result(),
-            *reference,
-            *replicas.values(),
-            *workers,
-            replay,
-        ),
-        silent_pids=_silent_pids([store.result(), replay, *reference, *filter(None, ranks)]),
+        store=RunningStore(store, start_store, learner, tuple(replicas.values()), config.weights.timeout_s),
+        handles=(*filter(None, ranks), learner, *reference, *replicas.values(), *workers, replay),
+        silent_pids=_silent_pids([store, replay, *reference, *filter(None, ranks)]),
         version=version,
     )
 
