@@ -668,7 +668,8 @@ def make_pull(version: PolicyVersion, fetch_s: float = 0.2, pause_s: float = 0.1
 
 def learner_step(version: PolicyVersion, batch: Sequence[int]) -> LearnerStep:
     """What rank 0 tells of a step over the groups `batch`, with the replay actor's record of it."""
-    record: dict[str, Any] = {f"groups/{name}": 0 for name in ("trained", "filtered", "failed", "expired", "cancelled")}
+    counted = ("trained", "filtered", "failed", "expired", "cancelled", "requeued", "stale", "late")
+    record: dict[str, Any] = {f"groups/{name}": 0 for name in counted}
     record |= dict.fromkeys(
         ("reward/mean", "reward/std", "staleness/max", "staleness/mean", "staleness/p90", "queue/depth",
          "queue/capacity", "queue/tokens"), 1.0

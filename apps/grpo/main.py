@@ -2,9 +2,8 @@
 
     python apps/grpo/main.py --steps 20 [--model FOLDER] [policy.replicas=2 async.max_staleness=1 ...]
 
-Two loops run at once. `roll_out` asks the replay actor for prompts, has the policy service answer them, scores the
-answers, hands groups in; `train` takes a batch, steps, sends the weights on their way. The replay actor gives out no
-prompt whose answer might be more than `async.max_staleness` steps old when it is trained on (docs/staleness.md).
+Two loops at once: `roll_out` has prompts answered and scored, `train` takes batches, steps, sends weights. The replay
+actor gives out no prompt whose answer may be older than `async.max_staleness` when it is trained on: docs/staleness.md.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from forge_async import actors
-from forge_async.actors import ActorHandle, ForgeActor, Service, endpoint
+from forge_async.actors import ActorHandle, ForgeActor, KeptStore, Service, endpoint
 from forge_async.apps.exit import guarded_main
 from forge_async.backends.hf_renderer import HfRenderer
 from forge_async.config import Config, load
@@ -51,6 +50,7 @@ class Grpo:
 
     config: Config
     renderer: HfRenderer  # text to token ids and back
+    store: KeptStore  # where versions of the weights lie; one that dies is replaced
     learner: ActorHandle  # one actor on a mesh of ranks: `.call` reaches all of them
     policy: Service  # replicas of one actor: `.route` reaches a healthy one, `.fanout` all
     reward: Service
@@ -61,18 +61,18 @@ class Grpo:
         """Start all actors, each in processes of its own."""
         model, root, dials, lora = str(resolve_model(config)), config.root, config.asynchrony, config.travelling_lora()
         plan, prompts = actors.LearnerPlan.of(config, model), Prompts(source="sums", epoch_size=len(SUMS))
-        store = await actors.StoreActor.options(hosts=hosts.controller).as_actor(config.weights)
+        store = await actors.KeptStore.start(config.weights, hosts.controller)
         learner = actors.LearnerActor.options(hosts=hosts.learner, procs=config.learner.ranks, spmd=True)
         policy = actors.PolicyActor.options(mesh_name="policy", hosts=hosts.policy, num_replicas=config.policy.replicas)
         replay = actors.ReplayActor.options(hosts=hosts.controller)
         started = await asyncio.gather(
-            learner.as_actor(plan, store),
-            policy.as_service("policy", model, config.policy, config.weights, store=store, lora=lora),
+            learner.as_actor(plan, store.handle),
+            policy.as_service("policy", model, config.policy, config.weights, store=store.handle, lora=lora),
             Reward.options(hosts=hosts.controller).as_service(),
             replay.as_actor(dials, groups_per_step=root.groups_per_step, num_steps=root.steps, prompts=prompts),
         )
         await started[3].add_replica.call_one("policy", 0)  # the service counts as one, at its oldest replica's version
-        return cls(config, HfRenderer(model), *started)
+        return cls(config, HfRenderer(model), store.serve(started[0], started[1]), *started)
 
     async def roll_out(self) -> None:
         """Ask for as many prompts as the bound has room for, again and again, until the replay actor is closed."""
@@ -110,9 +110,9 @@ class Grpo:
 
     async def send_weights(self, version: PolicyVersion) -> None:
         """Publish a snapshot; every replica swaps to it between two engine steps, whatever it is answering."""
-        await self.learner.publish.call(version, timeout_s=300)
+        await self.store.publish(version)
         await self.replay.published.call_one(version.step)
-        await self.policy.pull.fanout(version, timeout_s=300)
+        await self.store.pull(version)
         await self.replay.pulled.call_one("policy", version.step)  # only now there is room for more
 
 

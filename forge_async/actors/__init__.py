@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forge_async.actors.forge_actor import ActorHandle, ForgeActor, Hosts, concurrent_endpoint, endpoint
+    from forge_async.actors.kept_store import KeptStore
     from forge_async.actors.learner_actor import LearnerActor, LearnerPlan
     from forge_async.actors.policy_actor import PolicyActor
     from forge_async.actors.reference_actor import ReferenceActor, ReferencePlan
@@ -23,6 +24,7 @@ __all__ = [
     "ActorHandle",
     "ForgeActor",
     "Hosts",
+    "KeptStore",
     "LearnerActor",
     "LearnerPlan",
     "PolicyActor",
@@ -38,6 +40,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "KeptStore": "kept_store",
     "LearnerActor": "learner_actor",
     "LearnerPlan": "learner_actor",
     "PolicyActor": "policy_actor",

@@ -153,8 +153,12 @@ class LearnerActor(ForgeActor):
         return self._rank.version
 
     @concurrent_endpoint
-    async def join(self, store_handle: bytes) -> None:
-        """Leave the weight store, which is dead, for another, and publish there from now on. Call on all ranks."""
+    async def join(self, store_handle: bytes, store: ActorHandle | None = None) -> None:
+        """Leave the weight store, which is dead, for another, and publish there from now on. Call on all ranks.
+
+        `store` is its actor, for a learner that was given one.
+        """
+        self._store = store or self._store
         await self._join(store_handle)
 
     @concurrent_endpoint
@@ -177,15 +181,17 @@ class LearnerActor(ForgeActor):
             ("train", "work", taken, trained - taken, None),
         )
         copied, self._copied = self._copied, []
+        sent = self._take_sendings()
         return LearnerStep(
             result=result,
             batch=batch,
             wait_data_s=taken - begun,
             snapshot_s=ended - trained,
             snapshot_bytes=len(self._snapshots) * learner.snapshot_bytes,
-            spans=(*spans, *copied, *self._sent()),
+            spans=(*spans, *copied, *_spans_of(sent)),
             rss_bytes=own.rss_bytes,
             cpu_s=own.cpu_s,
+            broken_broadcasts=tuple(each.failure for each in sent if each.failure),
         )
 
     @concurrent_endpoint
@@ -301,20 +307,11 @@ class LearnerActor(ForgeActor):
         if old is not None:
             await old.close()
 
-    def _sent(self) -> Spans:
-        """Spans of the broadcasts that ended since the last call. They ran beside the step, on another thread."""
+    def _take_sendings(self) -> list[Sending]:
+        """The broadcasts that ended since the last call. They ran beside the step, on another thread."""
         sendings = self._sendings[:]
         del self._sendings[: len(sendings)]
-        return tuple(
-            (
-                "broadcast",
-                "work",
-                each.started_s,
-                each.duration_s,
-                {"key": each.key, "bytes": each.num_bytes, "readers": each.num_members},
-            )
-            for each in sendings
-        )
+        return sendings
 
     async def _reserve(self, wanted: bool) -> None:
         """Ask for memory of the size of the last snapshot, unless some is at hand.
@@ -375,3 +372,16 @@ class LearnerActor(ForgeActor):
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _spans_of(sendings: Sequence[Sending]) -> Spans:
+    return tuple(
+        (
+            "broadcast",
+            "work",
+            each.started_s,
+            each.duration_s,
+            {"key": each.key, "bytes": each.num_bytes, "readers": each.num_members},
+        )
+        for each in sendings
+    )

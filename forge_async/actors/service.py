@@ -133,6 +133,10 @@ class Service:
         """The actor of each replica, by index; None for one that is being respawned or gone."""
         return [replica.handle for replica in self.replicas]
 
+    def renew(self, **kwargs: Any) -> None:
+        """Constructor arguments for replicas that are respawned from now on, in place of those of these names."""
+        self._kwargs = {**self._kwargs, **kwargs}
+
     def give_up(self, index: int, reason: str) -> None:
         """Count a replica as dead, because it hangs for instance: its calls fail, it is killed and respawned."""
         if (handle := self.replicas[index].handle) is not None:

@@ -47,7 +47,7 @@ def _train(config: Config, begun_s: float) -> int:
     from forge_async.runtime.launch import Launch
     from forge_async.runtime.model_folder import resolve_model
     from forge_async.runtime.preflight import check_before_start
-    from forge_async.runtime.resume import find_resume_point
+    from forge_async.runtime.resume import find_resume_point, note_resume
 
     resolving_s = time.time()
     model_folder = resolve_model(config)
@@ -58,6 +58,7 @@ def _train(config: Config, begun_s: float) -> int:
     directory = RunDirectory.create(path, resume=config.run.resume, overwrite=config.run.overwrite)
     resume = find_resume_point(directory, config.root.steps) if config.run.resume else None
     if resume is not None:
+        note_resume(directory, resume)
         rewind(directory, resume.version.step, resume.ended)
     directory.write_config(config.replace({"run.resume": False, "run.overwrite": False}).to_yaml())
     bound = config.asynchrony.highest_staleness
@@ -78,7 +79,7 @@ def _train(config: Config, begun_s: float) -> int:
         eval_after=launch.result.eval_after,
         evaluations=launch.result.evaluations,
         best_checkpoint=str(best) if (best := launch.result.best_checkpoint) else None,
-        last_checkpoint=str(last) if (last := launch.result.checkpoint) else None,
+        last_checkpoint=str(last) if (last := launch.last_checkpoint) else None,
         resumed_at=resume.resumed_at if resume else (),
         groups=launch.result.groups,
         weights_sha256=launch.result.weights_sha256,

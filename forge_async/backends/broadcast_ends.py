@@ -65,6 +65,11 @@ class Sending:
     error: str = ""
     """Why it broke off."""
 
+    @property
+    def failure(self) -> str:
+        """What broke off, and why, in a sentence; "" when nothing did."""
+        return f"The broadcast of {self.key} broke off: {self.error}" if self.error else ""
+
 
 class Sender:
     """Sends blobs to whoever has joined. One call at a time, from any thread."""

@@ -12,7 +12,6 @@ from forge_async.observe.jsonl import JsonlWriter, read_jsonl
 
 EVENT = "event"
 """The key of a line that is about the run; lines of groups have none."""
-STORE_RESTARTED = "store_restarted"
 
 OUTCOMES = ("trained", "filtered", "failed", "expired", "cancelled")
 """How a group may end; each admitted group ends exactly once (Law 1)."""
@@ -77,6 +76,6 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return [events[index] for index in sorted(events)]
 
 
-def read_incidents(path: Path, name: str) -> list[dict[str, Any]]:
-    """What happened to the run under this name, oldest first, before it was resumed too."""
-    return [event for event in read_jsonl(path) if event.get(EVENT) == name]
+def read_incidents(path: Path, name: str = "") -> list[dict[str, Any]]:
+    """What happened to the run under this name ("": under any), oldest first, before it was resumed too."""
+    return [event for event in read_jsonl(path) if EVENT in event and name in ("", event[EVENT])]

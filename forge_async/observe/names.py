@@ -97,6 +97,19 @@ QUEUED_REQUESTS = _sometimes("policy/queued_requests", "requests", "requests tha
 PREEMPTIONS = _sometimes("policy/preemptions", "sequences", "sequences that lost their KV since the step before")
 LIMIT_SEQUENCES = _sometimes("policy/limit_sequences", "sequences", "most sequences in an engine at once; 0: no limit")
 STALENESS_BOUND = _sometimes("staleness/bound", "versions", "S, the bound that new groups are started under")
+QUEUE_WAITING = _sometimes("queue/waiting", "groups", "groups that wait for a replica")
+QUEUE_IN_FLIGHT = _sometimes("queue/in_flight", "groups", "groups that a replica or its rollout worker is making")
+QUEUE_BYTES = _sometimes("queue/bytes", "bytes", "payload of the groups that wait to be taken")
+STALENESS_IN_FLIGHT = _sometimes(
+    "staleness/in_flight_mean", "versions", "the part of the mean age that came while groups were made"
+)
+STALENESS_IN_QUEUE = _sometimes(
+    "staleness/in_queue_mean", "versions", "the part of the mean age that came while they waited to be taken"
+)
+ZERO_VARIANCE = _sometimes(
+    "reward/zero_variance_fraction", "", "share of the batch's groups whose rewards are all equal"
+)
+TOKENS_BATCH = _sometimes("tokens/batch", "tokens", "tokens of the batch's samples, prompts included")
 FRESH_DEPTH = _sometimes("queue/fresh_depth", "groups", "ready groups of the fresh lane (async.fresh_fraction)")
 GROUPS_SALVAGED = _sometimes("groups/salvaged", "groups", "groups that went on without their cut rollouts")
 ROLLOUTS_CUT = _sometimes("rollouts/cut", "rollouts", "rollouts cut off at rollout.timeout_s since the step before")
@@ -107,6 +120,15 @@ UNKNOWN_KEPT_SETS = _sometimes(
     "sampled tokens that are not trained on, since their kept set was too large",
 )
 GROUPS_CANCELLED = _sometimes("groups/cancelled", "groups", "groups cancelled since the step before")
+GROUPS_REQUEUED = _sometimes(
+    "groups/requeued", "groups", "groups too old or given up that wait to be made again, since the step before"
+)
+GROUPS_STALE = _sometimes(
+    "groups/stale", "groups", "groups older than the bound in this step's batch (async.on_stale=reweight)"
+)
+GROUPS_LATE = _sometimes(
+    "groups/late", "groups", "results dropped since the step before: their group had ended, or another try was faster"
+)
 EVAL_SCORE = _sometimes("eval/score", "", "mean score on the held-out prompts, greedy; an evaluation that has ended")
 EVAL_LOW = _sometimes("eval/low", "", "lower end of that score's 95% interval")
 EVAL_HIGH = _sometimes("eval/high", "", "upper end of the same")
@@ -155,6 +177,8 @@ ROUTER_ENTROPY = _sometimes(
 )
 ZERO_ADVANTAGE = _sometimes("advantage/zero_fraction", "", "share of the batch's samples whose advantages are all 0")
 
+CPU_S = _sometimes("cpu_s", "s", "CPU seconds of a process since it began; a process each below this name")
+
 REQUIRED = tuple(name for name, metric in METRICS.items() if metric.required)
 """The names that every row has."""
 
@@ -169,6 +193,12 @@ def check_row(row: Mapping[str, object]) -> None:
     missing = missing_names(row)
     if missing:
         raise ForgeError(f"The metrics row of step {row.get(STEP, '?')} lacks {', '.join(missing)}.")
+
+
+def is_known(name: str) -> bool:
+    """Whether the reference has a name, or the one that it is a process's share or a k of."""
+    bases = (RSS_BYTES, SYNC_PEAK_BYTES, CPU_S, EVAL_PASS_AT.removesuffix("<k>").removesuffix("_"))
+    return name in METRICS or any(name.startswith(f"{base}{edge}") for base in bases for edge in "/_")
 
 
 def eval_pass_at(k: int) -> str:

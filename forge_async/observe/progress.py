@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any, TextIO
 
 from forge_async.observe import names
+from forge_async.observe.incidents import Told
 from forge_async.observe.stages import number, stage_times
 
 _RECENT_STEPS = 10
@@ -144,7 +145,7 @@ def closing_lines(summary: Mapping[str, Any], report: Path) -> list[str]:
     if number(summary, "eval/after") is not None:
         before, after = (_figure(summary, f"eval/{when}", ".3f") for when in ("before", "after"))
         lines.append(f"held-out {before} -> {after}")
-    lines = [", ".join(lines)]
+    lines = [", ".join(lines), *(Told.of(record).line for record in summary.get("incidents", ()))]
     if summary.get("bottleneck/advice"):
         lines.append(str(summary["bottleneck/advice"]))
     lines.append(f"report: {report}")

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from html import escape
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from forge_async.observe import names
-from forge_async.observe.group_events import OUTCOMES, read_events
+from forge_async.observe.group_events import OUTCOMES, read_events, read_incidents
+from forge_async.observe.incidents import Incident, Told, how_often, incidents_of, tell
 from forge_async.observe.progress import duration
 from forge_async.observe.report_style import STYLE
 from forge_async.observe.rollout_log import read_rollouts
@@ -23,9 +24,12 @@ from forge_async.observe.summary import RunFacts, read_summary, summarise
 from forge_async.observe.svg import Series, line_chart
 
 Row = Mapping[str, Any]
+T = TypeVar("T")
 
 MAX_ROLLOUTS = 40
 """Rollouts shown: the first and the last half as many of the log."""
+MAX_INCIDENTS = 40
+"""Incidents shown one by one: the first and the last half as many."""
 _MAX_TEXT = 1_200
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ufffe\uffff]")
 
@@ -40,6 +44,7 @@ class RunData:
     rows: Sequence[Row]
     events: Sequence[Row]
     rollouts: Sequence[Row]
+    incidents: Sequence[Incident]
     config: str
 
 
@@ -59,6 +64,7 @@ def load(directory: RunDirectory) -> RunData:
         rows=rows,
         events=events,
         rollouts=_first_and_last(read_rollouts(directory.rollouts), MAX_ROLLOUTS // 2),
+        incidents=incidents_of(map(Incident.of, read_incidents(directory.events)), rows),
         config=config,
     )
 
@@ -68,8 +74,8 @@ def _unfinished(rows: Sequence[Row], events: Sequence[Row]) -> dict[str, Any]:
     return {**summarise(RunFacts(status="interrupted", wall_s=wall_s), rows, events), "status": "running"}
 
 
-def _first_and_last(rollouts: Iterable[Row], count: int) -> list[Row]:
-    rest = iter(rollouts)
+def _first_and_last(things: Iterable[T], count: int) -> list[T]:
+    rest = iter(things)
     return [*islice(rest, count), *deque(rest, maxlen=count)]
 
 
@@ -78,6 +84,7 @@ def render(run: RunData) -> str:
     body = [
         _header(run),
         _headline(run.summary),
+        *([_section("What went wrong, and was mended", _incidents(run.incidents))] if run.incidents else []),
         _section("Progress", _charts(run)),
         _section("Groups", _groups(run)),
         _section("Start-up", _startup(run.summary)),
@@ -181,6 +188,25 @@ def _stage_columns(rows: Sequence[Row]) -> list[Series]:
         for stage in ("generation", "training", "scoring", "weights")
     ]
     return [Series(label="step", values=whole), *(part for part in parts if any(part.values))]
+
+
+def _incidents(incidents: Sequence[Incident]) -> str:
+    kinds = [(_capital(each.what), how_often(each.times), _when(each), each.lost) for each in tell(incidents)]
+    single = _first_and_last((each for each in incidents if each.text), MAX_INCIDENTS // 2)
+    rows = [
+        ("-" if each.step is None else str(each.step), "-" if each.time_s is None else duration(each.time_s), each.text)
+        for each in single
+    ]
+    return _table(("what went wrong, and how it was mended", "how often", "when", "what was lost"), kinds) + (
+        _table(("after step", "time", "what happened"), rows) if rows else ""
+    )
+
+
+def _when(told: Told) -> str:
+    if told.first_s is None or told.last_s is None:
+        return told.steps or "-"
+    times = dict.fromkeys((duration(told.first_s), duration(told.last_s)))
+    return f"{told.steps} ({' to '.join(times)})".strip()
 
 
 def _groups(run: RunData) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -69,8 +69,14 @@ class TensorBoardSink:
 class CompositeSink:
     """Writes to a first sink, whose errors count, and to others, each disabled with one warning when it fails."""
 
-    def __init__(self, first: MetricsSink, others: Sequence[MetricsSink] = ()) -> None:
-        self._first = first
+    def __init__(
+        self,
+        first: MetricsSink,
+        others: Sequence[MetricsSink] = (),
+        told: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """`told` hears in a sentence of each sink that is disabled."""
+        self._first, self._told = first, told
         self._others = list(others)
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
@@ -80,7 +86,9 @@ class CompositeSink:
                 sink.write(step, row)
             except Exception as error:  # noqa: BLE001 - a second record must never stop the run
                 self._others.remove(sink)
-                logger.warning("%s failed at step %d and is disabled: %s", type(sink).__name__, step, error)
+                text = f"{type(sink).__name__} failed at step {step} and is disabled: {error}"
+                logger.warning("%s", text)
+                self._told(text)
 
     def close(self) -> None:
         try:

@@ -12,7 +12,8 @@ from typing import Any
 
 from forge_async.core.errors import ForgeError
 from forge_async.observe import names
-from forge_async.observe.group_events import OUTCOMES, STORE_RESTARTED, read_events, read_incidents
+from forge_async.observe.group_events import OUTCOMES, read_events, read_incidents
+from forge_async.observe.incidents import STORE_RESTARTED, Incident, incidents_of, tell
 from forge_async.observe.jsonl import plain
 from forge_async.observe.run_directory import RunDirectory, write_atomically
 from forge_async.observe.sinks import read_metrics
@@ -57,8 +58,8 @@ class RunFacts:
     """The ledger's totals (`admitted` and the outcomes), where it could be asked; None: counted from the events."""
     weights_sha256: str | None = None
     """Fingerprint of the final weights."""
-    store_restarts: int = 0
-    """How often a dead weight store was replaced."""
+    incidents: Sequence[Incident] = ()
+    """What went wrong and was mended, as far as the metrics do not say it."""
 
     def __post_init__(self) -> None:
         if self.status not in STATUSES:
@@ -94,7 +95,8 @@ def summarise(facts: RunFacts, rows: Sequence[Row], events: Sequence[Row]) -> di
         **{f"groups/{name}": count for name, count in _group_totals(facts, rows, events).items()},
         "tokens/trained": int(sum(_values(rows, names.TOKENS_TRAINED))),
         "tokens/generated": int(sum(_values(rows, names.TOKENS_GENERATED))),
-        "weights/store_restarts": facts.store_restarts,
+        "weights/store_restarts": sum(each.times for each in facts.incidents if each.kind == STORE_RESTARTED),
+        "incidents": [told.record() for told in tell(incidents_of(facts.incidents, rows))],
         "weights_sha256": facts.weights_sha256,
     }
 
@@ -132,7 +134,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def write_summary(directory: RunDirectory, facts: RunFacts) -> dict[str, Any]:
     """Read what the run has written, write summary.json as a whole, and return it."""
-    facts = replace(facts, store_restarts=len(read_incidents(directory.events, STORE_RESTARTED)))
+    facts = replace(facts, incidents=[Incident.of(line) for line in read_incidents(directory.events)])
     summary = summarise(facts, read_metrics(directory.metrics), read_events(directory.events))
     write_atomically(directory.summary, json.dumps(plain(summary), indent=2, ensure_ascii=False) + "\n")
     return summary

@@ -80,6 +80,8 @@ class LearnerStep:
     rss_bytes: int
     cpu_s: float
     """CPU seconds of the process since it began."""
+    broken_broadcasts: tuple[str, ...] = ()
+    """What broke off since the step before, and why, in a sentence each; who missed it pulls it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,11 +107,6 @@ class Pull:
     """Why deltas were given up for the last whole version and all deltas since; "" when they were not."""
     probe_gap: float | None = None
     """How far a token of the probe is from the learner's log-probability on average, in nats; None without a probe."""
-
-    def travelled(self) -> str:
-        """What carried it, and at what rate, in words."""
-        megabytes, took_s = self.num_bytes / 1e6, max(self.fetch_s + self.pause_s, 1e-9)
-        return f"{self.transport}, {megabytes:.3g} MB in {1e3 * took_s:.0f} ms ({megabytes / took_s:.3g} MB/s)"
 
     def without_cost(self, started_s: float) -> Pull:
         """What answers a pull of an older version, which found this one served and did nothing."""

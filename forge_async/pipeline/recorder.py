@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from forge_async.core.versions import PolicyVersion
 from forge_async.observe import names
-from forge_async.observe.group_events import STORE_RESTARTED, EventsLog, GroupEvent
-from forge_async.observe.process_stats import process_stats
+from forge_async.observe.group_events import EventsLog, GroupEvent
+from forge_async.observe.incidents import BROADCAST_BROKEN, DELTA_REPLACED, SINK_DISABLED, STORE_RESTARTED, Incident
 from forge_async.observe.progress import Progress
 from forge_async.observe.rollout_log import RolloutLog, RolloutRecord
 from forge_async.observe.sinks import MetricsSink
@@ -29,9 +31,13 @@ from forge_async.pipeline.ports import (
     Workers,
 )
 from forge_async.pipeline.publish import Publication
+from forge_async.pipeline.row_figures import engine_figures, memory_figures, reference_figures, transport_line
 from forge_async.pipeline.store_keeper import StoreRestart
 
 ENDED = ("filtered", "failed", "expired", "cancelled")
+NOT_ENDED = ("requeued", "stale", "late")
+"""What else the replay actor counts of groups."""
+COUNTED = ("trained", *ENDED, *NOT_ENDED)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,11 +97,12 @@ class Recorder:
         pids: Mapping[str, int] | None = None,
         alarm: ParityAlarm | None = None,
         earlier_groups: Mapping[str, float] | None = None,
+        num_done: int = 0,
     ) -> None:
         """`begun_s` is the wall clock at which the process started; all times of the records count from it.
 
         `pids` are processes of this machine, by name, that report nothing themselves; `alarm` looks at every row.
-        `earlier_groups` are the replay actor's totals when a resumed run goes on.
+        `earlier_groups` are the replay actor's totals when a resumed run goes on, `num_done` the steps done before.
         """
         self._begun_s, self._sink, self._events, self._rollouts = begun_s, sink, events, rollouts
         self._rollouts_per_step, self._tracer, self._progress = rollouts_per_step, tracer, progress
@@ -103,7 +110,7 @@ class Recorder:
         self._alarm = alarm
         self._known: dict[int, _Known] = {}
         self._weights = _Weights()
-        self._totals = {name: (earlier_groups or {}).get(f"groups/{name}", 0) for name in ("trained", *ENDED)}
+        self._totals = {name: (earlier_groups or {}).get(f"groups/{name}", 0) for name in COUNTED}
         self._steps: deque[_Step] = deque()
         self._arrived, self._settled = asyncio.Event(), asyncio.Event()
         self._settled.set()
@@ -111,6 +118,8 @@ class Recorder:
         self._evaluation: dict[str, float] = {}
         """Figures of an evaluation that ended since the last row."""
         self._closed = False
+        self._num_done_before, self._ended_s = num_done, list[float]()
+        """Steps of earlier processes, and the wall clock at the end of each one since."""
 
     def admitted(self, admissions: Sequence[Admission], replica: str) -> None:
         now = time.time()
@@ -130,6 +139,10 @@ class Recorder:
         now = time.time()
         self._weights.step_ended_s[ranks[0].result.version.step] = now
         self._steps.append(_Step(step=step, ranks=ranks, ended_s=now))
+        self._ended_s.append(now)
+        for number, rank in enumerate(ranks):
+            for broken in rank.broken_broadcasts:
+                self._incident(BROADCAST_BROKEN, f"learner_{number}: {broken}", now)
         self._settled.clear()
         self._arrived.set()
 
@@ -147,10 +160,12 @@ class Recorder:
         weights.pulled, weights.probe_gap = pull.version, pull.probe_gap
         if weights.transports.get(replica) != pull.transport:
             weights.transports[replica] = pull.transport
-            self._progress.note(f"weights to {replica}: {pull.travelled()}")
+            self._progress.note(f"weights to {replica}: {transport_line(pull)}")
         if pull.damage:
             weights.num_damaged += 1
-            self._progress.note(f"{replica} pulled {pull.version} whole: {pull.damage}")
+            text = f"{replica} pulled {pull.version} whole: {pull.damage}"
+            self._progress.note(text)
+            self._incident(DELTA_REPLACED, text, pull.started_s)
         weights.held_bytes[replica] = pull.held_bytes
         args = {"version": pull.version.step}
         swap_s = pull.started_s + pull.fetch_s
@@ -161,11 +176,12 @@ class Recorder:
         """The weight store died and was replaced, by a process of this pid where it is on this machine."""
         self._pids |= {} if pid is None else {"store": pid}
         self._progress.say(f"warning: {restart.sentence}")
-        if self._closed:
-            return
-        figures = {"time_s": restart.died_s - self._begun_s, **restart.record}
-        self._events.write_incident(STORE_RESTARTED, figures)
+        self._incident(STORE_RESTARTED, restart.sentence, restart.died_s, **restart.record)
         self._tracer.add("weights", [("replace the store", "wait", restart.died_s, restart.duration_s, restart.record)])
+
+    def sink_disabled(self, text: str) -> None:
+        """A further sink failed; `text` says how."""
+        self._incident(SINK_DISABLED, text, time.time())
 
     def evaluated(self, found: Evaluated) -> None:
         """Figures of an evaluation, for the next row."""
@@ -252,19 +268,32 @@ class Recorder:
             names.LEARNER_WAIT_DATA_S: first.wait_data_s,
             names.POLICY_BUSY: min(1.0, sum(each.service.busy_s for each in stats) / len(stats) / step_s),
             names.REWARD_BUSY: min(1.0, sum(report.score_s for report in reports) / len(reports) / step_s),
-            **_reference_figures(reports, step_s),
+            **reference_figures(reports, step_s),
             names.TOKENS_COMPUTED: result.num_sample_tokens,
             names.USEFUL_FRACTION: result.num_sample_tokens / max(result.num_row_tokens, 1),
-            **_engine_figures(stats),
+            **engine_figures(stats),
             names.ROLLOUTS_CUT: sum(report.num_cut for report in reports),
             names.GROUPS_SALVAGED: sum(report.num_salvaged for report in reports),
             names.SAMPLES_OVERSIZE: sum(report.num_oversize for report in reports),
             names.UNKNOWN_KEPT_SETS: sum(report.num_unknown_tokens for report in reports),
             **self._batch_figures(batch),
             **self._weight_figures(),
-            **self._memory(step.ranks, stats, reports),
+            **memory_figures(
+                step.ranks,
+                {each.name: was for each, was in zip(self._replicas, stats, strict=True)},
+                reports,
+                pids=self._pids,
+                held_bytes=self._weights.held_bytes,
+            ),
             **self._take_evaluation(),
         }
+
+    def _incident(self, kind: str, text: str, at_s: float, **more: Any) -> None:
+        """Something went wrong at this wall clock, and was mended."""
+        if not self._closed:
+            step = self._num_done_before + bisect_right(self._ended_s, at_s)
+            incident = Incident(kind=kind, step=step, time_s=at_s - self._begun_s, text=text)
+            self._events.write_incident(kind, incident.record(**more))
 
     def _take_evaluation(self) -> dict[str, float]:
         figures, self._evaluation = self._evaluation, {}
@@ -273,7 +302,7 @@ class Recorder:
     def _batch_figures(self, batch: dict) -> dict[str, float]:
         """The replay actor's figures: those of the batch as they are, running totals as what this step added."""
         figures = {name: value for name, value in batch.items() if "/" in name and not name.startswith("groups/")}
-        for name in ("trained", *ENDED):
+        for name in COUNTED:
             total = batch[f"groups/{name}"]
             figures[f"groups/{name}"] = total - self._totals[name]
             self._totals[name] = total
@@ -292,29 +321,6 @@ class Recorder:
             names.WEIGHTS_LAG_S: weights.lag_s,
             names.WEIGHTS_BYTES: weights.num_bytes,
         }
-
-    def _memory(
-        self, ranks: Sequence[LearnerStep], stats: Sequence[ReplicaStats], reports: Sequence[WorkerReport]
-    ) -> dict[str, float]:
-        """Resident memory and CPU seconds of each process, and what a weight sync holds on top."""
-        processes = {f"learner_{i}": (rank.rss_bytes, rank.cpu_s) for i, rank in enumerate(ranks)}
-        processes |= {
-            replica.name: (each.rss_bytes, each.cpu_s) for replica, each in zip(self._replicas, stats, strict=True)
-        }
-        processes |= {f"rollout_{i}": (report.rss_bytes, report.cpu_s) for i, report in enumerate(reports)}
-        for name, pid in self._pids.items():
-            if (found := process_stats(pid)) is not None:
-                processes[name] = (found.rss_bytes, found.cpu_s)
-        held = {f"learner_{i}": rank.snapshot_bytes for i, rank in enumerate(ranks)} | self._weights.held_bytes
-        row: dict[str, float] = {
-            names.RSS_BYTES: sum(rss for rss, _ in processes.values()),
-            names.SYNC_PEAK_BYTES: max(held.values(), default=0),
-        }
-        for name, (rss, cpu_s) in processes.items():
-            row[names.per_process(names.RSS_BYTES, name)] = rss
-            row[names.per_process("cpu_s", name)] = cpu_s
-        row.update({names.per_process(names.SYNC_PEAK_BYTES, name): value for name, value in held.items()})
-        return row
 
     def _write_rollouts(self, step: _Step) -> None:
         records = [
@@ -374,22 +380,3 @@ class Recorder:
         batch = step.ranks[0].batch
         self._tracer.counter("queue", step.ended_s, depth=batch[names.QUEUE_DEPTH])
         self._tracer.counter("staleness", step.ended_s, max=batch[names.STALENESS_MAX])
-
-
-def _reference_figures(reports: Sequence[WorkerReport], step_s: float) -> dict[str, float]:
-    """How long workers waited for the reference service, if there is one."""
-    waits = [report.reference_s for report in reports if report.reference_s is not None]
-    return {names.REFERENCE_BUSY: min(1.0, sum(waits) / len(waits) / step_s)} if waits else {}
-
-
-def _engine_figures(stats: Sequence[ReplicaStats]) -> dict[str, float]:
-    """How full the engines are, and what swaps have cost since the step before."""
-    swaps = [swap for each in stats for swap in each.service.swap_records]
-    return {
-        names.DISCARDED_TOKENS: sum(swap.discarded_tokens for swap in swaps),
-        names.RECOMPUTED_TOKENS: sum(swap.recomputed_tokens for swap in swaps),
-        names.KV_USAGE: max((each.kv_usage for each in stats), default=0.0),
-        names.QUEUED_REQUESTS: sum(each.num_queued for each in stats),
-        names.PREEMPTIONS: sum(each.num_preemptions for each in stats),
-        names.LIMIT_SEQUENCES: max((each.limit_sequences for each in stats), default=0),
-    }

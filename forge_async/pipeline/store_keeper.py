@@ -52,19 +52,25 @@ class StoreRestart:
     """Until the new one had a version."""
     version: PolicyVersion | None
     """The newest version in the new one then; None when none had been published yet."""
+    num_repeated: int = 0
+    """Publications, pulls and deletions that the death had broken off by then, and that were tried again."""
 
     @property
     def sentence(self) -> str:
         """For people."""
         has = f"has {self.version}" if self.version is not None else "is there"
         took = f"{self.duration_s:.1f} s later ({self.number} of {self.limit})"
-        return f"{self.cause} Another took its place and {has}, {took}."
+        count = self.num_repeated
+        what = f"{count} operation{'' if count == 1 else 's'}"
+        again = f" {what} that it broke off {'was' if count == 1 else 'were'} tried again." if count else ""
+        return f"{self.cause} Another took its place and {has}, {took}.{again}"
 
     @property
     def record(self) -> dict[str, Any]:
         """For files."""
         step = None if self.version is None else self.version.step
-        return {"number": self.number, "cause": self.cause, "duration_s": self.duration_s, "version": step}
+        told = {"number": self.number, "cause": self.cause, "duration_s": self.duration_s, "version": step}
+        return told | {"repeated": self.num_repeated}
 
 
 class SteadyStore:
@@ -102,6 +108,8 @@ class StoreKeeper:
         self._store, self._limit, self._told = store, limit, told
         self._now_s, self._notice_s, self._remark = now_s, notice_s, remark
         self._num_started = 0
+        self._num_broken = 0
+        """Operations that were tried again, and that no restart has told of."""
         self._there, self._ended = asyncio.Event(), asyncio.Event()
         self._there.set()
 
@@ -135,6 +143,7 @@ class StoreKeeper:
             except Exception:  # whatever a client makes of a store that is gone
                 if not await self._has(ended):
                     raise
+                self._num_broken += 1
 
     async def _has(self, ended: asyncio.Event) -> bool:
         # Not wait_for, which in Python 3.11 loses a cancellation that comes together with the news.
@@ -165,6 +174,7 @@ class StoreKeeper:
     ) -> None:
         number = self._num_started
         version = await republish()
+        num_repeated, self._num_broken = self._num_broken, 0
         self._told(
             StoreRestart(
                 number=number,
@@ -173,5 +183,6 @@ class StoreKeeper:
                 died_s=died_s,
                 duration_s=self._now_s() - died_s,
                 version=version,
+                num_repeated=num_repeated,
             )
         )

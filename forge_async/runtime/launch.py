@@ -56,6 +56,11 @@ class Launch:
         self.result = RunResult()
         self._recorder: Recorder | None = None
 
+    @property
+    def last_checkpoint(self) -> Path | None:
+        """The newest one: where a run goes on that has ended now; None when there is none yet."""
+        return self.result.checkpoint or (self._resume.checkpoint if self._resume else None)
+
     async def run(self) -> None:
         """Start, train, stop. Whatever happens, no process is left and the records are closed."""
         loop_watch = LoopWatch("the controller", self._warn).start()
@@ -92,7 +97,7 @@ class Launch:
         others: list[MetricsSink] = [TensorBoardSink(directory.tensorboard)] if config.observe.tensorboard else []
         self._recorder = Recorder(
             begun_s=run_begun_s,
-            sink=CompositeSink(JsonlSink(directory.metrics), others),
+            sink=CompositeSink(JsonlSink(directory.metrics), others, self._sink_disabled),
             events=EventsLog(directory.events),
             rollouts=RolloutLog(directory.rollouts),
             rollouts_per_step=config.run.rollouts_per_step,
@@ -103,6 +108,7 @@ class Launch:
             pids={"controller": os.getpid(), **actors.silent_pids},
             alarm=ParityAlarm(_alarm_limit(config), self._warn),
             earlier_groups=earlier_groups,
+            num_done=self._resume.version.step if self._resume else 0,
         )
         return Run(
             replay=actors.replay,
@@ -145,6 +151,10 @@ class Launch:
 
     def _warn(self, text: str) -> None:
         self._progress.say(f"warning: {text}")
+
+    def _sink_disabled(self, text: str) -> None:
+        if self._recorder is not None:
+            self._recorder.sink_disabled(text)
 
     def _ready(self, name: str, _: float) -> None:
         self.startup[name] = time.time() - self._begun_s

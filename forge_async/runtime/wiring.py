@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -28,10 +27,9 @@ from forge_async.replay.generating import groups_at_once
 from forge_async.rollout.oversize import SampleLimit
 from forge_async.runtime.meshes import Placement
 from forge_async.runtime.resume import JOURNAL, ResumePoint
+from forge_async.runtime.start_watch import Watch, watched_start
 from forge_async.runtime.store import RunningStore
 from forge_async.weights.retention import Committed
-
-T = TypeVar("T")
 
 
 class RemoteReplica:
@@ -173,14 +171,29 @@ async def start_actors(
 ) -> Actors:
     """Start every actor of a run together and connect them. `on_ready(name, seconds)` is told of each.
 
-    `resume` is where the run goes on, if it does.
+    `resume` is where the run goes on, if it does. Raises ActorDiedError as soon as one of them dies meanwhile.
     """
+    return await watched_start(
+        lambda watch: _start_actors(config, model_folder, placement, run_dir, on_ready, resume, watch)
+    )
+
+
+async def _start_actors(
+    config: Config,
+    model_folder: Path,
+    placement: Placement,
+    run_dir: Path,
+    on_ready: Callable[[str, float], None],
+    resume: ResumePoint | None,
+    watch: Watch,
+) -> Actors:
     begun = time.monotonic()
 
-    async def ready(name: str, starting: Awaitable[T]) -> T:
-        result = await starting
+    async def ready(name: str, starting: Awaitable[ActorHandle]) -> ActorHandle:
+        handle = await starting
+        watch(handle.watch.wait_for_death)
         on_ready(name, time.monotonic() - begun)
-        return result
+        return handle
 
     limits = {"start_timeout_s": config.run.start_timeout_s, "stop_timeout_s": config.run.stop_timeout_s}
     names = [f"policy_{number}" for number in range(config.policy.replicas)]
@@ -207,16 +220,37 @@ async def start_actors(
     source, epoch_size = await workers[0].source.call_one()
     prompts = Prompts(source=source, epoch_size=epoch_size)
     replay = await _start_replay(config, placement, run_dir, prompts, limits, resume)
-    running = RunningStore(
-        store.result(),
-        lambda: _start_store(config, placement, run_dir, limits),
-        learner.result(),
-        tuple(replicas.values()),
-        config.weights.timeout_s,
+    watch(replay.watch.wait_for_death)
+    started = _Started(
+        store=store.result(),
+        learner=learner.result(),
+        replicas=replicas,
+        workers=workers,
+        reference=[task.result() for task in references],
+        replay=replay,
     )
-    store_handle = await store.result().handle.call_one()
-    version, *_ = await learner.result().connect.call(store_handle, replay)
-    reference = [task.result() for task in references]
+    return await _connect(config, started, lambda: _start_store(config, placement, run_dir, limits))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Started:
+    """The actors of a run, before they know of each other."""
+
+    store: ActorHandle
+    learner: ActorHandle
+    replicas: Mapping[str, ActorHandle]
+    workers: Sequence[ActorHandle]
+    reference: Sequence[ActorHandle]
+    """The reference service, if there is one."""
+    replay: ActorHandle
+
+
+async def _connect(config: Config, started: _Started, start_store: Callable[[], Awaitable[ActorHandle]]) -> Actors:
+    """Tell the actors of each other; `start_store` starts another store, should that one die."""
+    store, learner, replicas, workers = started.store, started.learner, dict(started.replicas), started.workers
+    reference, replay = started.reference, started.replay
+    store_handle = await store.handle.call_one()
+    version, *_ = await learner.connect.call(store_handle, replay)
     first_rank = reference[0].rank(0) if reference else None
     await asyncio.gather(
         *(handle.connect.call_one(store_handle) for handle in replicas.values()),
@@ -226,19 +260,12 @@ async def start_actors(
     deadline, weights_deadline = config.run.step_timeout_s, config.weights.timeout_s
     return Actors(
         replay=RemoteReplay(replay, deadline),
-        learner=RemoteLearner(learner.result(), deadline, weights_deadline),
+        learner=RemoteLearner(learner, deadline, weights_deadline),
         replicas=tuple(RemoteReplica(name, handle, deadline, weights_deadline) for name, handle in replicas.items()),
         workers=RemoteWorkers(workers, deadline),
-        store=running,
-        handles=(
-            *filter(None, ranks),
-            learner.result(),
-            *reference,
-            *replicas.values(),
-            *workers,
-            replay,
-        ),
-        silent_pids=_silent_pids([store.result(), replay, *reference, *filter(None, ranks)]),
+        store=RunningStore(store, start_store, learner, tuple(replicas.values()), config.weights.timeout_s),
+        handles=(*filter(None, ranks), learner, *reference, *replicas.values(), *workers, replay),
+        silent_pids=_silent_pids([store, replay, *reference, *filter(None, ranks)]),
         version=version,
     )
 

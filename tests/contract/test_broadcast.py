@@ -147,9 +147,10 @@ async def test_a_reader_killed_in_the_middle_holds_nobody_up_and_its_successor_p
     assert took_s < 2 * MEMBER_S
     await run.writer.settled()
     assert run.sendings[-1].error
+    assert run.sendings[-1].failure == f"The broadcast of v3 broke off: {run.sendings[-1].error}"
 
     sending = await run.put("v4", 64 * MIB, 4)
-    assert (sending.num_members, sending.error) == (1, "")
+    assert (sending.num_members, sending.error, sending.failure) == (1, "", "")
     assert not (await read(reader, "v4", 64 * MIB, 4))[1], "the one that lives has a new group"
     successor = run.client()
     assert (await read(successor, "v4", 64 * MIB, 4))[1]

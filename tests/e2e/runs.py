@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -42,7 +43,18 @@ class Finished:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        return read_lines(self.folder / "events.jsonl")
+        """Of groups, each when it ended."""
+        return [line for line in read_lines(self.folder / "events.jsonl") if "event" not in line]
+
+    @property
+    def incidents(self) -> list[dict[str, Any]]:
+        """What befell the run itself and was mended."""
+        return [line for line in read_lines(self.folder / "events.jsonl") if "event" in line]
+
+    @property
+    def page(self) -> str:
+        """The words of its report."""
+        return " ".join(re.sub(r"<[^>]*>", " ", (self.folder / "report.html").read_text()).split())
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -66,6 +66,30 @@ def test_a_killed_policy_ends_the_run_by_name_within_five_seconds(tmp_path: Path
     assert took < 5 + 12, "noticed within 5 s, ended within the stop deadline"
 
 
+def test_a_store_that_dies_while_the_run_is_started_ends_it_by_name(tmp_path: Path, tiny_model: Path) -> None:
+    before, folder = shared_memory(), tmp_path / "run"
+    process = start(tmp_path, [*LONG, f"model.path={tiny_model}", *TINY, f"run.dir={folder}"])
+    assert process.stdout is not None
+    until_ready = []
+    for line in process.stdout:
+        until_ready.append(line)
+        if line.startswith("store ready"):
+            break
+    pids, victim = descendants(process.pid) | {process.pid}, processes_of(folder)["store-0"]
+    os.kill(victim, signal.SIGKILL)
+    begun = time.monotonic()
+    run = finish(process, folder, timeout_s=60)
+    took = time.monotonic() - begun
+    nothing_left(pids)
+    assert shared_memory() <= before
+    assert run.code == 1, run.output
+    error = run.summary["error"]
+    assert error.startswith(f"store (rank 0, pid {victim} ") and "was killed by SIGKILL" in error
+    assert run.output.splitlines()[-1] == f"failed: {error}"
+    assert "policy_0 ready" not in "".join(until_ready) + run.output, "it is told while others still start"
+    assert took < 5 + 12, "noticed within 5 s, ended within the stop deadline"
+
+
 def test_a_killed_controller_leaves_no_process_behind(tmp_path: Path, tiny_model: Path) -> None:
     run, _ = interrupt_after_steps(
         tmp_path, [*LONG, f"model.path={tiny_model}"], lambda process, _: process.send_signal(signal.SIGKILL)

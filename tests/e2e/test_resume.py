@@ -47,6 +47,10 @@ def test_a_synchronous_run_that_was_killed_ends_with_the_weights_that_it_would_h
     assert resumed.code == 0, resumed.output
     [goes_on] = resumed.summary["resumed_at"]
     assert goes_on in (3, 6)
+    [incident] = resumed.incidents
+    assert incident["event"] == "resumed" and incident["step"] >= 4
+    assert incident.get("steps_again", 0) == incident["step"] - goes_on
+    assert "killed, without a word" in resumed.page and "went wrong" not in whole.page
     assert f"resuming after step {goes_on}, from {resumed.folder}/checkpoints/step-00000{goes_on}" in resumed.output
     assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
     same = ("step", "reward/mean", "loss", "grad_norm", "tokens/trained", "groups/trained", "groups/filtered")

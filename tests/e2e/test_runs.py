@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from e2e.runs import TINY, finish, processes_of, run, start, wait_for_steps
 
-from forge_async.observe.names import check_row
+from forge_async.observe.names import check_row, is_known
 from forge_async.observe.rollout_log import read_rollouts
 from forge_async.replay.events import Taken, Trained
 from forge_async.replay.journal import Journal
@@ -40,6 +40,7 @@ def test_an_asynchronous_run_tells_its_story(tmp_path: Path, tiny_model: Path) -
     for number, row in enumerate(ours.rows, start=1):
         check_row(row)
         assert row["step"] == number
+        assert [name for name in row if not is_known(name)] == [], "the reference has them all"
     trained = [event for event in ours.events if event["outcome"] == "trained"]
     assert [event["index"] for event in trained] == list(range(128)), "strict order at W = 1"
     assert all(e["admitted_s"] <= e["generated_s"] <= e["scored_s"] <= e["ended_s"] for e in trained)

@@ -70,14 +70,15 @@ def run_with_deaths(
 
 
 def restarts(run: Finished) -> list[dict]:
-    return [event for event in run.events if event.get("event") == "store_restarted"]
+    assert {event["event"] for event in run.incidents} <= {"store_restarted"}, "nothing else went wrong"
+    return run.incidents
 
 
 def check_whole(run: Finished, num_steps: int, num_restarts: int) -> None:
     """It went on to its end: every step, every group and every version once, and what was served was published."""
     assert run.code == 0, run.output
     assert [row["step"] for row in run.rows] == list(range(1, num_steps + 1))
-    groups = [event["index"] for event in run.events if "event" not in event]
+    groups = [event["index"] for event in run.events]
     assert sorted(groups) == list(range(len(groups))), "every admitted group ends exactly once"
     assert run.summary["groups/trained"] == num_steps * 8
     assert run.summary["staleness/max"] <= run.summary["staleness/bound"]
@@ -85,6 +86,9 @@ def check_whole(run: Finished, num_steps: int, num_restarts: int) -> None:
     assert [event["number"] for event in restarts(run)] == list(range(1, num_restarts + 1))
     told = [line for line in run.output.splitlines() if "Another took its place" in line]
     assert len(told) == num_restarts and all("store" in line and "SIGKILL" in line for line in told)
+    often = {1: "once", 2: "twice"}[num_restarts]
+    assert f"mended: the weight store died and another took its place ({often}, " in run.output
+    assert f"The weight store died and another took its place {often} " in run.page
 
 
 def test_a_run_whose_store_is_killed_twice_trains_all_its_steps(tmp_path: Path, tiny_model: Path) -> None:

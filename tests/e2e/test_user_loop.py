@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from e2e.runs import descendants, environment, nothing_left
+from e2e.runs import descendants, environment, nothing_left, processes_of
 
 MAIN = Path(__file__).parents[2] / "apps" / "grpo" / "main.py"
 PAGE = MAIN.parents[2] / "docs" / "public_api.md"
@@ -34,13 +34,18 @@ def test_the_loop_fits_on_three_screens() -> None:
 
 @pytest.mark.stack
 @pytest.mark.timeout(300)
-def test_the_loop_trains_within_the_bound_and_leaves_nothing(tmp_path: Path, tiny_model: Path) -> None:
+def test_the_loop_trains_within_the_bound_through_its_stores_death_and_leaves_nothing(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     process = start(tmp_path, tiny_model, "--steps", str(STEPS), "groups_per_step=8", "async.max_staleness=1")
     assert process.stdout is not None
-    lines, pids = [], set[int]()
+    lines, pids, store = [], set[int](), 0
     for line in process.stdout:
         lines.append(line)
         pids |= descendants(process.pid)
+        if line.startswith("step   1 "):
+            store = processes_of(tmp_path / "run")["store-0"]
+            os.kill(store, signal.SIGKILL)
     assert process.wait(timeout=60) == 0, "".join(lines)
     assert len(pids) >= 5, "learner, policy, reward, replay and store have processes of their own"
     nothing_left(pids)
@@ -50,6 +55,8 @@ def test_the_loop_trains_within_the_bound_and_leaves_nothing(tmp_path: Path, tin
         made_by = [int(part.split(":")[0]) for part in tokens.split(",")]
         assert 0 <= float(reward) <= 1
         assert int(step) - 1 - min(made_by) == int(staleness) <= 1, "as old as the oldest token"
+    told = [line for line in lines if "Another took its place" in line]
+    assert len(told) == 1 and f"pid {store} " in told[0] and "SIGKILL" in told[0], "".join(lines)
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
     assert not (tmp_path / "run" / "tmp").exists()
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from typing import Any
 
-from forge_async.actors.forge_actor import ForgeActor, endpoint
+from forge_async.actors.forge_actor import ActorHandle, ForgeActor, concurrent_endpoint, endpoint
+from forge_async.core.versions import PolicyVersion
+
+SIZE = 1 << 16
+"""Elements of what a Writer publishes."""
 
 
 class FarStore(ForgeActor):
@@ -66,3 +70,68 @@ class Holder(ForgeActor):
     async def end_reading(self) -> None:
         """Give back all that is held."""
         await self._held.aclose()
+
+
+class Writer(ForgeActor):
+    """A learner of one rank, from the side of the weight store: version v is a tensor full of v."""
+
+    def __init__(self, store: ActorHandle) -> None:
+        self._store = store
+
+    async def setup(self) -> None:
+        self._open(await self._store.handle.call_one())
+
+    @concurrent_endpoint
+    async def join(self, store_handle: bytes, store: ActorHandle) -> None:
+        self._store = store
+        self._open(store_handle)
+
+    def _open(self, store_handle: bytes) -> None:
+        from forge_async.backends.weight_stores import open_plane
+
+        self._plane = open_plane(store_handle)
+
+    @concurrent_endpoint
+    async def publish(self, version: PolicyVersion, keep_versions: int) -> None:
+        import torch
+
+        from forge_async.weights.packing import LocalShard, Packer
+
+        tensor = torch.full((SIZE,), float(version.step))
+        shard = LocalShard(name="w", tensor=tensor, global_shape=(SIZE,), offsets=(0,))
+        await self._plane.stage(version, *Packer(0).pack([shard], await self._plane.store.reserve(4 * SIZE)))
+        await self._store.meet.call_one(str(version), 0, 1)
+        await self._plane.commit(version)
+        await self._plane.retire_all_but(keep_versions)
+
+
+class Reader(ForgeActor):
+    """A policy replica, from the same side. It joins the store that its constructor names, and leaves it for others."""
+
+    def __init__(self, store: ActorHandle) -> None:
+        self._store = store
+
+    async def setup(self) -> None:
+        self._open(await self._store.handle.call_one())
+
+    @concurrent_endpoint
+    async def connect(self, store_handle: bytes) -> None:
+        self._open(store_handle)
+
+    def _open(self, store_handle: bytes) -> None:
+        from forge_async.backends.weight_stores import open_plane
+
+        self._plane = open_plane(store_handle)
+
+    @concurrent_endpoint
+    async def pull(self, version: PolicyVersion) -> float:
+        """The value of a version's tensor."""
+        from forge_async.weights.packing import unpack
+
+        async with self._plane.reading(version) as (manifest, blobs):
+            [value] = unpack(manifest, blobs)["w"].unique().tolist()
+        return value
+
+    @concurrent_endpoint
+    async def versions(self) -> list[int]:
+        return [version.step for version in await self._plane.versions()]

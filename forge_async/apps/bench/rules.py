@@ -25,6 +25,7 @@ from forge_async.core.errors import ConfigError
 from forge_async.core.records import Group, PromptId, Samples
 from forge_async.core.rng import stream
 from forge_async.core.versions import PolicyVersion, VersionRuns
+from forge_async.observe.group_events import EVENT
 from forge_async.replay.admission import Prompts
 from forge_async.replay.settings import AsyncSettings
 from forge_async.replay.state import ReplayState
@@ -64,7 +65,8 @@ class Trace:
     def recorded(cls, path: Path) -> Trace:
         """From a run's events.jsonl, in order of admission; the slowest tenth is the slow class. Raises ConfigError."""
         try:
-            events = sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda one: one["index"])
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            events = sorted((one for one in lines if EVENT not in one), key=lambda one: one["index"])
             made = [one for one in events if one["scored_s"] is not None or one["outcome"] == "failed"]
             latency_s = np.array([(one["scored_s"] or one["ended_s"]) - one["admitted_s"] for one in made])
         except (OSError, ValueError, KeyError, TypeError) as error:

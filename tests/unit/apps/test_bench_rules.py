@@ -49,6 +49,7 @@ def test_a_recorded_trace_keeps_the_order_and_the_shape(tmp_path):
     ]
     lines[0] |= {"scored_s": None, "outcome": "failed"}
     lines[1] |= {"scored_s": None, "outcome": "cancelled"}
+    lines.append({"event": "store_restarted", "time_s": 3.0})
     path.write_text("\n".join(map(json.dumps, lines)))
     trace = rules.Trace.recorded(path)
     assert len(trace.latency_s) == 399 and trace.fails.sum() == 1 and trace.fails[-1]

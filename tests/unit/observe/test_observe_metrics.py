@@ -51,12 +51,17 @@ def test_the_documentation_has_the_table_of_names():
 
 def test_a_failing_second_sink_is_disabled_with_one_warning(caplog):
     first, bad, good = ListSink(), ListSink(fails=True), ListSink()
-    sink = CompositeSink(first, [bad, good])
+    told: list[str] = []
+    sink = CompositeSink(first, [bad, good], told.append)
     for step in (1, 2):
         sink.write(step, {"loss": 0.0})
     sink.close()
     assert len(first.rows) == len(good.rows) == 2
-    assert len(caplog.records) == 1
+    assert (
+        told
+        == [record.message for record in caplog.records]
+        == ["ListSink failed at step 1 and is disabled: disk full"]
+    )
     assert (first.closed, good.closed, bad.closed) == (1, 1, 0)
 
 

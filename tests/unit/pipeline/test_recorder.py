@@ -3,6 +3,7 @@ import dataclasses
 import io
 import json
 import os
+import time
 
 import pytest
 
@@ -38,7 +39,7 @@ HALF_AT_4 = PassAtK(k=4, estimate=Estimate(mean=0.5, low=0.2, high=0.8))
 class Records:
     """A recorder and what it wrote."""
 
-    def __init__(self, folder, num_replicas=1, mode="off"):
+    def __init__(self, folder, num_replicas=1, mode="off", num_done=0):
         self.folder = folder
         self.terminal = io.StringIO()
         self.replicas = [FakeReplica(f"policy_{i}") for i in range(num_replicas)]
@@ -52,6 +53,7 @@ class Records:
             progress=Progress(total_steps=3, mode=mode, stream=self.terminal),
             replicas=self.replicas,
             workers=FakeWorkers(FakeReplay(1, 0), self.replicas),
+            num_done=num_done,
         )
 
     def step(self, step, *indices, made=True):
@@ -181,7 +183,35 @@ async def test_the_share_of_changes_and_deltas_that_were_given_up_stand_in_the_r
     await records.recorder.finish("the run ended")
     assert [row.get("weights/changed_fraction") for row in records.rows] == [0.25, None]
     assert [row["weights/damaged_deltas"] for row in records.rows] == [1, 0]
-    assert "policy_0 pulled policy@0.1 whole: bucket 3 of a delta is damaged" in records.terminal.getvalue()
+    text = "policy_0 pulled policy@0.1 whole: bucket 3 of a delta is damaged"
+    assert text in records.terminal.getvalue()
+    [incident] = read_incidents(records.folder / "events.jsonl")
+    assert (incident["event"], incident["step"], incident["text"]) == ("delta_replaced", 0, text)
+
+
+async def test_broadcasts_that_broke_off_and_records_that_were_switched_off_are_incidents(records):
+    records.step(0, 0)
+    records.recorder.sink_disabled("MySink failed at step 1 and is disabled: disk full")
+    step = learner_step(PolicyVersion(step=2), [1])
+    broken = dataclasses.replace(step, broken_broadcasts=("The broadcast of v1/0 broke off: policy_0 stalled.",))
+    records.recorder.stepped(1, [step, broken])
+    await records.recorder.finish("the run ended")
+    assert [
+        (each["event"], each["step"], each["text"]) for each in read_incidents(records.folder / "events.jsonl")
+    ] == [
+        ("sink_disabled", 1, "MySink failed at step 1 and is disabled: disk full"),
+        ("broadcast_broken", 2, "learner_1: The broadcast of v1/0 broke off: policy_0 stalled."),
+    ]
+
+
+async def test_an_incident_stands_after_the_steps_that_were_done_when_it_happened_those_before_a_resume_too(tmp_path):
+    records = Records(tmp_path, num_done=7)
+    records.step(7, 0)
+    records.recorder.store_restarted(dataclasses.replace(restart(), died_s=time.time()), pid=None)
+    records.step(8, 1)
+    records.recorder.store_restarted(restart(), pid=None)
+    await records.recorder.finish("the run ended")
+    assert [each["step"] for each in read_incidents(tmp_path / "events.jsonl")] == [8, 7]
 
 
 @pytest.mark.parametrize(("mode", "lines"), [("lines", 2), ("off", 0)])
@@ -282,8 +312,9 @@ async def test_a_store_that_was_replaced_is_told_once_everywhere(records):
     await records.recorder.finish("the run ended")
     assert read_incidents(records.folder / "events.jsonl", "store_restarted") == [
         {
-            "event": "store_restarted", "time_s": 10.0, "number": 1, "cause": "store was killed.", "duration_s": 2.0,
-            "version": 4,
+            "event": "store_restarted", "step": 0, "time_s": 10.0, "number": 1, "cause": "store was killed.",
+            "duration_s": 2.0, "version": 4, "repeated": 0,
+            "text": "store was killed. Another took its place and has policy@0.4, 2.0 s later (1 of 2).",
         }
     ]  # fmt: skip
     assert list(records.events) == [1], "readers of groups pass it over"

@@ -242,6 +242,15 @@ async def test_between_two_operations_a_death_is_mended_too_and_told():
     )
 
 
+async def test_what_a_death_broke_off_is_counted():
+    at = (await run_with()).process.operations.index("pull") + 1
+    [restart] = (await run_with(die_at=[at])).told
+    assert 1 <= restart.num_repeated <= 2, "both replicas may have been pulling"
+    told = "1 operation that it broke off was" if restart.num_repeated == 1 else "2 operations that it broke off were"
+    assert restart.sentence.endswith(f"(1 of 2). {told} tried again.")
+    assert restart.record["repeated"] == restart.num_repeated
+
+
 async def test_a_version_that_was_lost_is_pulled_as_the_newest():
     process = MortalStore()
     world = World(process)
