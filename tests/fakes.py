@@ -270,8 +270,8 @@ class FakeLearner:
     def begin_snapshot(self, copier: Executor, blob: Any = None) -> Future[tuple[Part, Any]]:
         return self._copy_out.begin(copier, lambda: self.snapshot(blob))
 
-    def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return [FakeEngine(self.table).score(ids) for ids in token_ids]
+    def score(self, token_ids: Sequence[np.ndarray], temperature: float = 0.0) -> list[np.ndarray]:
+        return [FakeEngine(self.table / (temperature or 1.0)).score(ids) for ids in token_ids]
 
     def save(self, folder: Path) -> None:
         import torch

@@ -33,7 +33,7 @@ from forge_async.pipeline.batch_ahead import BatchAhead
 from forge_async.pipeline.ports import LearnerStep, Span, Spans
 from forge_async.weights.manifest import Probe
 from forge_async.weights.retention import Committed
-from forge_async.weights.snapshots import Snapshots
+from forge_async.weights.snapshots import Copy, Snapshots
 from forge_async.weights.store_end import StoreEnd
 
 if TYPE_CHECKING:
@@ -205,9 +205,9 @@ class LearnerActor(ForgeActor):
     async def snapshot(self) -> PolicyVersion:
         """Copy out the parameters as they are, to be staged; returns their version."""
         await self._reserve(True)
-        await self._snapshot()
-        await asyncio.wrap_future(self._snapshots.waiting(self._rank.version))
-        return self._rank.version
+        version = await self._snapshot()
+        await asyncio.wrap_future(self._snapshots.waiting(version))
+        return version
 
     @concurrent_endpoint
     async def stage(self, version: PolicyVersion) -> None:
@@ -326,19 +326,27 @@ class LearnerActor(ForgeActor):
         except ForgeError as error:
             log.warning("no memory of the store for a snapshot: %s", one_sentence(error))
 
-    async def _snapshot(self) -> None:
+    async def _snapshot(self) -> PolicyVersion:
         blob, self._spare = self._spare, None
         begun_s = time.time()
-        ids = self._probe_ids
-        probe = None if ids is None else await self._run(lambda: self._probe(ids))
-        copy = await self._run(lambda: self._rank.begin_snapshot(self._copier, blob))
+        version, probe, copy = await self._run(lambda: self._begin_snapshot(blob))
         copy.add_done_callback(
             lambda _: self._copied.append(("snapshot", "work", begun_s, time.time() - begun_s, None))
         )
-        self._snapshots.add(self._rank.version, copy, probe)
+        self._snapshots.add(version, copy, probe)
+        return version
+
+    def _begin_snapshot(self, blob: Any) -> tuple[PolicyVersion, Probe | None, Copy]:
+        """The version of the parameters as they are, its probe where one is wanted, and the copy that has begun.
+
+        One piece of work for the learner's thread: nothing comes in between, on this rank or another, which computes
+        the probe together with it.
+        """
+        probe = None if self._probe_ids is None else self._probe(self._probe_ids)
+        return self._rank.version, probe, self._rank.begin_snapshot(self._copier, blob)
 
     def _probe(self, ids: np.ndarray) -> Probe:
-        (logprobs,) = self._rank.score([ids])
+        (logprobs,) = self._rank.score([ids], temperature=1.0)  # an engine's score knows no other
         return Probe(token_ids=tuple(ids.tolist()), logprobs=tuple(logprobs.tolist()))
 
     def _build(self) -> None:

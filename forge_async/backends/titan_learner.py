@@ -191,10 +191,11 @@ class TitanLearner:
     def snapshot_bytes(self) -> int:
         return (self._adapter_packer if self.base else self._packer).blob_bytes
 
-    def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def score(self, token_ids: Sequence[np.ndarray], temperature: float = 0.0) -> list[np.ndarray]:
+        wanted = replace(self._wanted, temperature=temperature or self._wanted.temperature)
         with torch.no_grad(), self._in_context():
             rows = self._to_device(sequence_rows(token_ids))
-            logprobs = forward(self._model, rows, self._wanted).logprobs.cpu().numpy()
+            logprobs = forward(self._model, rows, wanted).logprobs.cpu().numpy()
         return [row[: len(ids) - 1] for row, ids in zip(logprobs, token_ids, strict=True)]
 
     def save(self, folder: Path) -> None:

@@ -71,8 +71,12 @@ class Learner(Protocol):
         """Size of the last snapshot's blob; 0 before the first."""
         ...
 
-    def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """float32 [T - 1] for each sequence: log-probability of each token after the first. Collective."""
+    def score(self, token_ids: Sequence[np.ndarray], temperature: float = 0.0) -> list[np.ndarray]:
+        """float32 [T - 1] for each sequence: log-probability of each token after the first. Collective.
+
+        Args:
+            temperature: that logits are divided by; 0: the sampler's.
+        """
         ...
 
     def save(self, folder: Path) -> None:

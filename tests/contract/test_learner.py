@@ -260,6 +260,7 @@ def test_what_is_saved_is_a_model_that_transformers_loads(titan, tmp_path):
 def test_logits_are_divided_by_the_samplers_temperature(titan):
     learner, tokens = titan.make(temperature=0.7), np.arange(5, 30, dtype=np.int32)
     assert learner.score([tokens])[0] == pytest.approx(titan.logprobs(tokens, 0.7), abs=1e-5)
+    assert learner.score([tokens], temperature=1.0)[0] == pytest.approx(titan.logprobs(tokens), abs=1e-5)
 
 
 @pytest.mark.stack

@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.timeout(240)]
 def test_every_version_is_compared_by_its_probe(tmp_path: Path, tiny_model: Path, ranks: int) -> None:
     words = [f"model.path={tiny_model}", *TINY, "steps=5", "async.max_staleness=1", "policy.quantize=int8"]
     words += ["weights.verify=full", "optimizer.lr=0.003", f"reward={parity_reward(tmp_path)}"]
+    words += ["sampling.temperature=0.7"]  # what is sampled has it, the probe has not
     ours = run(tmp_path, [*words, f"learner.ranks={ranks}", "groups_per_step=8"], 200)
     assert ours.code == 0, ours.output
     gaps = [row["weights/probe_gap"] for row in ours.rows if "weights/probe_gap" in row]
