@@ -108,12 +108,12 @@ class VllmEngine:
         self._finished: list[GenerationResult] = []
         """Requests that finished while `score` stepped the engine."""
         model = None if ranks else self._model()
-        self._places = None if model is None else Places(model)
         self._quantized: QuantizedLayers | None = None
         self.sealed: frozenset[str] = frozenset()
         if model is not None and settings.quantize != "none":
             self._quantized = QuantizedLayers(model, settings.quantize, self._engine.model_config.dtype)
             self.sealed = self._quantized.names
+        self._places = None if model is None else Places(model, self.sealed)
         self._routing = RoutingRecorder(self._engine) if settings.keep_routing else None
 
     def add(self, requests: Sequence[GenerationRequest]) -> dict[str, str]:
@@ -207,7 +207,7 @@ class VllmEngine:
             yield from self._slots.read(names)
             names = [name for name in names if not is_adapter(name)]
         if self._places is not None:
-            yield from self._places.read(name for name in names if name not in self.sealed)
+            yield from self._places.read(names)
 
     def first_wrong(self, names: Iterable[str]) -> str:
         return "" if self._quantized is None else self._quantized.first_wrong(names)

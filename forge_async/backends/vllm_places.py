@@ -17,11 +17,15 @@ from forge_async.core.versions import PolicyVersion
 class Places:
     """The parameters of one engine that holds the whole model. What has no place here is left to vLLM to load."""
 
-    def __init__(self, model: Any) -> None:
-        """`model`: vLLM's, after its first load."""
+    def __init__(self, model: Any, sealed: frozenset[str] = frozenset()) -> None:
+        """Args:
+        model: vLLM's, after its first load.
+        sealed: names that have no place here, whatever vLLM keeps under them: some kernels for quantised layers leave
+            what they have packed there.
+        """
         self._model = model
         self._experts = expert_places(model)
-        self._views = dict(_views(model))
+        self._views = {name: each for name, each in _views(model) if name not in sealed}
 
     def check(self, weights: Mapping[str, Any], version: PolicyVersion, served: PolicyVersion) -> None:
         """Raise WeightsError for the first tensor that is not as the engine holds it.
