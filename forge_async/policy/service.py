@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forge_async.core.errors import ForgeError, PolicyError, RequestRefusedError, one_sentence
+from forge_async.core.threads import to_thread_and_back
 from forge_async.core.versions import PolicyVersion
 from forge_async.policy.concurrency import UNLIMITED, ConcurrencyLimit
 from forge_async.policy.driver import Driver, Progress, ServiceState, ServiceStats
@@ -58,6 +59,11 @@ class _Command:
     future: asyncio.Future[Any]
 
 
+LONGEST_TURN_S = 60.0
+"""How long a swap that was called off waits for the turn of the engine's thread that has begun it: one that takes
+longer hangs, and the deadline of whoever asked the replica has passed."""
+
+
 class RequestService:
     """Serves many callers from one engine. All methods are for one event loop."""
 
@@ -78,6 +84,8 @@ class RequestService:
         self._commands: list[_Command] = []
         self._answering: list[_Command] = []
         """Commands of the turn that the engine's thread is at."""
+        self._turn: asyncio.Future[tuple[list[_Answer], Progress]]
+        """That turn, or the last one."""
         self._entries: dict[str, _Entry] = {}
         """Unfinished requests by the ids that the engine knows them by."""
         self._numbers = itertools.count()
@@ -200,14 +208,16 @@ class RequestService:
 
         `check` looks at the engine after the load, on its thread. When it raises, the service ends: everyone who waits,
         and everyone who comes later, hears of it, and no token is made with these weights.
+
+        The weights may be memory that is only lent: whoever is cancelled here goes on when nobody reads it any more.
         """
         driver = self._serving
         if weights is not None and driver.engine.sealed:
-            weights = await asyncio.to_thread(driver.engine.prepare, weights, version)
+            weights = await to_thread_and_back(driver.engine.prepare, weights, version)
         if self._mode.holds:
             await self._command(lambda: driver.make_way(weights))
             await self._ready.wait()
-        return await self._command(lambda: driver.swap(weights, version, check))
+        return await self._command(lambda: driver.swap(weights, version, check), outlasts=True)
 
     async def between_steps(self, command: Callable[[Engine], Any]) -> Any:
         """Run `command(engine)` on the engine's thread between two steps and return what it returns."""
@@ -252,9 +262,16 @@ class RequestService:
         if ticket.error is not None:
             raise ticket.error
 
-    async def _command(self, run: Callable[[], Any]) -> Any:
+    async def _command(self, run: Callable[[], Any], *, outlasts: bool = False) -> Any:
+        """Have `run` called between two steps; with `outlasts`, a cancellation waits for its end if it has begun."""
         self._check_serving()
-        return await self._post(run)
+        answer = self._post(run)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if outlasts and any(command.future is answer for command in self._answering):
+                await asyncio.wait({self._turn}, timeout=LONGEST_TURN_S)
+            raise
 
     def _post(self, run: Callable[[], Any]) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -271,8 +288,8 @@ class RequestService:
                     await self._wake.wait()
                 inbox, self._inbox = self._inbox, []
                 self._answering, self._commands = self._commands, []
-                answers, progress = await loop.run_in_executor(self._thread, _turn, driver, inbox, self._answering)
-                self._deliver(answers, progress)
+                self._turn = loop.run_in_executor(self._thread, _turn, driver, inbox, self._answering)
+                self._deliver(*await self._turn)
                 self._answering = []
         except asyncio.CancelledError:
             raise

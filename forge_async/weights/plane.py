@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forge_async.core.errors import DeltaError, WeightsError
+from forge_async.core.threads import to_thread_and_back
 from forge_async.core.versions import PolicyVersion
 from forge_async.weights.chains import SHARD, DeltaWriter, Held, Published, Wanted, encode, rebuild, wanted
 from forge_async.weights.manifest import SCHEMA, Coding, Layout, Manifest, Part, Probe, build_layout
@@ -302,7 +303,7 @@ class WeightPlane:
 
         unchecked = dataclasses.replace(manifest, digests=manifest.digests if self._checksums else b"")
         shards = None if self.plan_for is None else self.plan_for(manifest.layout).shards
-        blobs = await asyncio.to_thread(rebuild, unchecked, fetched, held, own, shards)
+        blobs = await to_thread_and_back(rebuild, unchecked, fetched, held, own, shards)
         num_bytes = sum(value.numel() for _, value in fetched)
         kept = not any(not link.is_delta for link, _ in fetched)  # put together in memory of an earlier version
         self.last_read = ReadReport(

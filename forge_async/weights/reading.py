@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forge_async.core.errors import FingerprintError
+from forge_async.core.threads import to_thread_and_back
 from forge_async.core.versions import PolicyVersion
 from forge_async.weights.fingerprint import check_fingerprint, sample
 from forge_async.weights.manifest import Manifest
@@ -34,12 +34,12 @@ async def reading_weights(
     """
     async with AsyncExitStack() as held:
         manifest, blobs = await held.enter_async_context(plane.reading(version))
-        weights, manifests = await asyncio.to_thread(unpacker.unpack, manifest, blobs), [manifest]
+        weights, manifests = await to_thread_and_back(unpacker.unpack, manifest, blobs), [manifest]
         report = plane.last_read
         if manifest.base not in ("", base):
             below, blobs = await held.enter_async_context(plane.reading(PolicyVersion.parse(manifest.base)))
             # Once in a reader's life, so it needs no memory that is used again.
-            weights = await asyncio.to_thread(Unpacker(shared=False).unpack, below, blobs) | weights
+            weights = await to_thread_and_back(Unpacker(shared=False).unpack, below, blobs) | weights
             manifests.append(below)
             report = report.with_base(plane.last_read)
         yield weights, manifests, report

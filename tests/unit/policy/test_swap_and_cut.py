@@ -226,6 +226,53 @@ async def test_an_engine_prepares_weights_beside_its_steps_and_a_refusal_leaves_
         assert engine.stepping not in engine.threads
 
 
+class LingeringEngine(PreparingEngine):
+    """Takes until the test lets it to prepare weights, or to load them."""
+
+    def __init__(self, lingers):
+        super().__init__()
+        self.begun, self.may_end = threading.Event(), threading.Event()
+        self._lingers = lingers
+
+    def _linger(self, where):
+        if where == self._lingers:
+            self.begun.set()
+            assert self.may_end.wait(10)
+
+    def prepare(self, weights, version):
+        self._linger("prepare")
+        return super().prepare(weights, version)
+
+    def load(self, weights, version, *, keep_kv=True):
+        self._linger("load")
+        return super().load(weights, version, keep_kv=keep_kv)
+
+
+@pytest.mark.parametrize("where", ["prepare", "load"])
+async def test_a_pull_that_is_called_off_lends_its_weights_until_nobody_reads_them(where):
+    engine, given_back = LingeringEngine(where), asyncio.Event()
+    engine.let(100)
+
+    async def lent_pull():
+        async with service.pulling():
+            try:
+                await service.swap(tables(), NEW)
+            finally:
+                given_back.set()
+
+    async with serving(engine) as service:
+        pulling = asyncio.create_task(lent_pull())
+        assert await asyncio.to_thread(engine.begun.wait, 10)
+        pulling.cancel()
+        await asyncio.wait({pulling}, timeout=0.05)
+        assert not given_back.is_set()
+        engine.may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await pulling
+        assert calls(engine, where) == [NEW.step]
+        assert (await pull(service, version=NEW.next())).num_in_flight == 0
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("gives_up", [False, True])
 async def test_weights_that_do_not_stand_the_check_make_no_token(mode, gives_up):

@@ -1,5 +1,8 @@
 """A reader of versions that build on others: what it is given, early or late, and what is compared."""
 
+import asyncio
+import threading
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -64,6 +67,50 @@ async def test_a_late_reader_is_given_the_base_below_them(base):
     plane, version = await a_run()
     await plane.retire_all_but(1)
     assert await read(WeightPlane(plane.store), version, base) == ({W: 7, A: 2, B: 3}, [version, FIRST])
+
+
+class SlowUnpacker(Unpacker):
+    """Takes until the test lets it."""
+
+    def __init__(self):
+        super().__init__(shared=False)
+        self.begun, self.may_end, self.has_ended = threading.Event(), threading.Event(), False
+
+    def unpack(self, manifest, blobs):
+        self.begun.set()
+        assert self.may_end.wait(10)
+        self.has_ended = True
+        return super().unpack(manifest, blobs)
+
+
+@pytest.mark.timeout(20)
+async def test_a_reader_that_gives_up_gives_back_what_it_read_when_nobody_reads_it_any_more():
+    plane, version = await a_run()
+    unpacker, at_return = SlowUnpacker(), []
+    reading = plane.reading
+
+    @asynccontextmanager
+    async def lending(asked):
+        async with reading(asked) as found:
+            try:
+                yield found
+            finally:
+                at_return.append(unpacker.has_ended)
+
+    plane.reading = lending
+
+    async def give_up():
+        async with reading_weights(plane, unpacker, version, str(FIRST)):
+            raise AssertionError("it was called off before")
+
+    task = asyncio.ensure_future(give_up())
+    assert await asyncio.to_thread(unpacker.begun.wait, 10)
+    task.cancel()
+    await asyncio.wait({task}, timeout=0.05)
+    unpacker.may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert at_return == [True]
 
 
 @pytest.mark.parametrize("wrong", [W, A, B])
