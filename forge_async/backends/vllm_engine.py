@@ -22,6 +22,7 @@ import numpy as np
 from forge_async.backends import vllm_quantized
 from forge_async.backends.hf_renderer import HfRenderer
 from forge_async.backends.vllm_adapter import AdapterSlots, adapters_of, engine_arguments
+from forge_async.backends.vllm_alone import alone
 from forge_async.backends.vllm_inside import Inside
 from forge_async.backends.vllm_places import Places
 from forge_async.backends.vllm_process import prepare
@@ -217,17 +218,27 @@ class VllmEngine:
         ids = token_ids.tolist()
         params = self._params_class(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)
         # A salt of its own: log-probabilities of a prompt are only given for what is computed, not for cached blocks.
-        self._enqueue("score", token_ids, params, salt=f"score/{time.monotonic_ns()}")
-        scored: Any = None
-        while scored is None:
-            for output in self._engine.step():
-                if output.finished and output.request_id == "score":
-                    scored = output
-                    self._left("score")
-                elif output.finished:
-                    self._finished.append(self._result(output.request_id, output.outputs))
+        scheduler: Any = self._engine.engine_core.engine_core.scheduler  # pyright: ignore[reportAttributeAccessIssue]
+        with alone(scheduler):
+            self._enqueue("score", token_ids, params, salt=f"score/{time.monotonic_ns()}")
+            scored = self._step_and_score()
+            while scored is None and scheduler.running:
+                scored = self._step_and_score()
+        while scored is None:  # there was no room beside the KV of the others, of which some must end first
+            scored = self._step_and_score()
+        self._left("score")
         rows = scored.prompt_logprobs or []
         return np.array([row[token].logprob for row, token in zip(rows[1:], ids[1:], strict=True)], dtype=np.float32)
+
+    def _step_and_score(self) -> Any:
+        """vLLM's output of the request "score" if this step ends it; what else it ends is kept for `step`."""
+        scored: Any = None
+        for output in self._engine.step():
+            if output.finished and output.request_id == "score":
+                scored = output
+            elif output.finished:
+                self._finished.append(self._result(output.request_id, output.outputs))
+        return scored
 
     def occupancy(self) -> Occupancy:
         return self._inside.occupancy()

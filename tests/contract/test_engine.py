@@ -156,6 +156,33 @@ def test_a_score_is_the_log_probability_of_given_tokens(engine, subject):
         assert scored == pytest.approx(subject.logprobs(0, tokens), abs=1e-5)
 
 
+def test_a_score_waits_for_nobody_and_nobody_goes_on_meanwhile(engine, subject):
+    old, new = engine.version, PolicyVersion(step=next(VERSIONS))
+    engine.add([request("a", n=64, tokens=12), request("b", n=8, tokens=4, seed=4096)])  # more than run at once
+    for _ in range(3):
+        engine.step()
+    assert engine.score(np.array(LONG_PROMPT, dtype=np.int32)) == pytest.approx(
+        subject.logprobs(0, LONG_PROMPT), abs=1e-5
+    )
+    engine.load(subject.weights[1], new)
+    steps = finish(engine)["a"].versions.per_token_steps().reshape(64, 12)
+    assert (steps == [old.step] * 3 + [new.step] * 9).all()
+
+
+def test_a_score_that_finds_no_room_beside_others_gets_it_when_one_has_ended(engine, subject):
+    prompts = [(number + 4, *LONG_PROMPT[1:]) for number in range(64)]
+    asked = [request(f"r{number}", prompt, tokens=28, seed=number) for number, prompt in enumerate(prompts)]
+    alone = generate(engine, *asked)
+    engine.add(asked)
+    for _ in range(20):
+        engine.step()
+    assert engine.score(np.array(LONG_PROMPT, dtype=np.int32)) == pytest.approx(
+        subject.logprobs(0, LONG_PROMPT), abs=1e-5
+    )
+    found = finish(engine)
+    assert {id: rows(each) for id, each in found.items()} == {id: rows(each) for id, each in alone.items()}
+
+
 def test_scoring_loses_nothing_that_finishes_meanwhile(engine):
     alone = generate(engine, request("a", tokens=1), request("b", n=2, tokens=6, seed=4096))
     engine.add([request("a", tokens=1), request("b", n=2, tokens=6, seed=4096)])
