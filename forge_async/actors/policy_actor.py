@@ -9,7 +9,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -261,15 +261,16 @@ class PolicyActor(ForgeActor):
                 log.warning("%s goes on with %s: %s is older.", self._name, self._pulled.version, version)
                 return self._pulled.without_cost(started_s)
             async with self._fetched(version) as (weights, manifests, read):
+                ready = None if weights is None else await self._service.prepare(weights, version)
                 fetch_s = time.perf_counter() - begun
-                swap = await self._service.swap(weights, version, self._fingerprint_check(manifests))
+                swap = await self._service.swap(ready, version, self._fingerprint_check(manifests))
             self._base = manifests[0].base or str(version)
             self._pulled = Pull(
                 version=version,
                 fetch_s=fetch_s,
                 pause_s=swap.pause_s,
                 num_bytes=read.num_bytes,
-                held_bytes=read.own_bytes,
+                held_bytes=read.own_bytes + _quantized_bytes(weights, ready),
                 started_s=started_s,
                 swap=swap,
                 transport=read.transport,
@@ -328,3 +329,8 @@ class PolicyActor(ForgeActor):
         gc.collect()
         gc.freeze()
         return engine
+
+
+def _quantized_bytes(weights: Mapping[str, Any] | None, ready: Mapping[str, Any] | None) -> int:
+    """What a version's quantised weights take beside those that are served: a byte a number, scales left out."""
+    return sum(weights[name].numel() for name in weights.keys() - ready.keys()) if weights and ready else 0

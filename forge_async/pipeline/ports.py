@@ -90,7 +90,7 @@ class Pull:
 
     version: PolicyVersion
     fetch_s: float
-    """Seconds from the request to having all bytes, with generation going on."""
+    """Seconds from the request to having all bytes, in the engine's form, with generation going on."""
     pause_s: float
     """Seconds in which the replica made no token because of the swap, from the stop to the first chance of a step."""
     num_bytes: int

@@ -200,6 +200,14 @@ class RequestService:
                 if self._mode.holds:
                     self._post(driver.release)
 
+    async def prepare(self, weights: Mapping[str, Any], version: PolicyVersion) -> Mapping[str, Any]:
+        """Bring weights into the form that the engine keeps them in, on a thread beside its steps; `swap` takes them.
+
+        Raises WeightsError when they do not fit. Whoever is cancelled goes on when nobody reads the weights any more.
+        """
+        engine = self._serving.engine
+        return await to_thread_and_back(engine.prepare, weights, version) if engine.sealed else weights
+
     async def swap(
         self, weights: Mapping[str, Any] | None, version: PolicyVersion, check: Callable[[Engine], None] | None = None
     ) -> SwapRecord:
@@ -212,8 +220,6 @@ class RequestService:
         The weights may be memory that is only lent: whoever is cancelled here goes on when nobody reads it any more.
         """
         driver = self._serving
-        if weights is not None and driver.engine.sealed:
-            weights = await to_thread_and_back(driver.engine.prepare, weights, version)
         if self._mode.holds:
             await self._command(lambda: driver.make_way(weights))
             await self._ready.wait()

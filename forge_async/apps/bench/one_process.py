@@ -121,7 +121,8 @@ class OneProcess:
         part, blob = learner.snapshot()
         weights = unpack(build_manifest(learner.version, [Packed(part=part)]), {0: blob})
         async with self._service.pulling():
-            await self._service.swap(weights, learner.version)
+            ready = await self._service.prepare(weights, learner.version)
+            await self._service.swap(ready, learner.version)
 
     async def _held_out(self, config: Config, task: OpenTask, rewards: ProcessRewardPool) -> EvalScores | None:
         prompts = task.source.held_out(config.eval.num_prompts)

@@ -31,7 +31,7 @@ async def pull(service, fetched=None, version=NEW):
     async with service.pulling():
         if fetched is not None:
             await fetched.wait()
-        return await service.swap(tables(), version)
+        return await service.swap(await service.prepare(tables(), version), version)
 
 
 async def generating(service, engine, length=10):
@@ -256,7 +256,7 @@ async def test_a_pull_that_is_called_off_lends_its_weights_until_nobody_reads_th
     async def lent_pull():
         async with service.pulling():
             try:
-                await service.swap(tables(), NEW)
+                await service.swap(await service.prepare(tables(), NEW), NEW)
             finally:
                 given_back.set()
 
