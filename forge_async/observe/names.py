@@ -69,7 +69,9 @@ WEIGHTS_CHANGED = _sometimes(
     "weights/changed_fraction", "", "share of a version's elements whose bits changed, where it travelled as a delta"
 )
 WEIGHTS_PROBE_GAP = _sometimes(
-    "weights/probe_gap", "nats", "how far a quantised replica is from the learner on a fixed text, mean of its tokens"
+    "weights/probe_gap",
+    "nats",
+    "how far the worst quantised replica is from the learner on a fixed text, mean of its tokens",
 )
 WEIGHTS_DAMAGED = _sometimes(
     "weights/damaged_deltas", "pulls", "pulls since the step before that gave up deltas for a whole version"

@@ -157,7 +157,9 @@ class Recorder:
         weights, newer = self._weights, pull.version != self._weights.pulled
         weights.pull_s = max(pull.fetch_s + pull.pause_s, 0.0 if newer else weights.pull_s)
         weights.pause_s = max(pull.pause_s, 0.0 if newer else weights.pause_s)
-        weights.pulled, weights.probe_gap = pull.version, pull.probe_gap
+        gaps = (pull.probe_gap, None if newer else weights.probe_gap)
+        weights.probe_gap = max((gap for gap in gaps if gap is not None), default=None)
+        weights.pulled = pull.version
         if weights.transports.get(replica) != pull.transport:
             weights.transports[replica] = pull.transport
             self._progress.note(f"weights to {replica}: {transport_line(pull)}")

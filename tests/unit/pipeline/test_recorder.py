@@ -169,6 +169,18 @@ async def test_the_weights_way_stands_in_the_row_that_follows(tmp_path):
     assert (second["weights/pull_s"], second["weights/pause_s"]) == (pytest.approx(0.2), 0.1)
 
 
+async def test_the_gap_of_the_replica_that_is_furthest_from_the_learner_stands_in_the_row(tmp_path):
+    records, version = Records(tmp_path, num_replicas=2), PolicyVersion(step=1)
+    for step, gaps in enumerate([(0.3, 0.1), (0.05, 0.2), (None, None)]):
+        for number, gap in enumerate(gaps):
+            records.recorder.pulled(f"policy_{number}", dataclasses.replace(make_pull(version), probe_gap=gap))
+        records.step(step, step)
+        await records.recorder._write_waiting()
+        version = version.next()
+    await records.recorder.finish("the run ended")
+    assert [row.get("weights/probe_gap") for row in records.rows] == [0.3, 0.2, None]
+
+
 async def test_the_share_of_changes_and_deltas_that_were_given_up_stand_in_the_row(tmp_path):
     records = Records(tmp_path, num_replicas=1, mode="lines")
     version = PolicyVersion(step=1)
