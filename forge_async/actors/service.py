@@ -134,7 +134,10 @@ class Service:
         return [replica.handle for replica in self.replicas]
 
     def renew(self, **kwargs: Any) -> None:
-        """Constructor arguments for replicas that are respawned from now on, in place of those of these names."""
+        """Constructor arguments for replicas that are respawned from now on, in place of those of these names.
+
+        One whose respawn is under way is ended when it is there, and respawned once more.
+        """
         self._kwargs = {**self._kwargs, **kwargs}
 
     def give_up(self, index: int, reason: str) -> None:
@@ -193,8 +196,14 @@ class Service:
 
     async def _respawn(self, replica: Replica) -> None:
         replica.restarts += 1
+        kwargs = self._kwargs
         try:
-            replica.handle = await self._spawn(replica.index)
+            handle = await self._spawn(replica.index)
+            if kwargs is self._kwargs:
+                replica.handle = handle
+            else:
+                replica.restarts -= 1
+                await handle.shutdown(timeout_s=2.0)
         except Exception as error:  # noqa: BLE001  whatever a constructor or setup raises
             replica.last_error = one_sentence(error)
             replica.gone = replica.restarts >= self.options.max_restarts

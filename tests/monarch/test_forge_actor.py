@@ -325,6 +325,26 @@ async def test_calls_of_a_session_stay_with_one_replica():
             assert (await service.where.route())[0] != routed[0]
 
 
+async def test_a_replica_whose_respawn_is_under_way_when_its_arguments_are_renewed_gets_the_new_ones(monkeypatch):
+    service = await Toy.options(max_restarts=1).as_service(base=1)
+    spawn, spawned, may_return = service._spawn, asyncio.Event(), asyncio.Event()
+
+    async def slow_spawn(index):
+        handle = await spawn(index)
+        spawned.set()
+        await may_return.wait()
+        return handle
+
+    monkeypatch.setattr(service, "_spawn", slow_spawn)
+    os.kill(service.health()[0].pids[0], signal.SIGKILL)
+    await spawned.wait()
+    service.renew(base=7)
+    may_return.set()
+    assert await service.add.route(1) == 8
+    assert service.health()[0].restarts == 1
+    await service.shutdown()
+
+
 async def test_a_killed_replica_fails_its_calls_at_once_and_comes_back():
     async with toys(7, num_replicas=2) as service:
         deaths = []
