@@ -21,6 +21,7 @@ def test_every_version_is_compared_by_its_probe(tmp_path: Path, tiny_model: Path
     assert all(1e-5 < gap < 0.5 for gap in gaps) and len(set(gaps)) > 1, gaps
     assert ours.rows[0]["mismatch/logprob_diff_max"] > 1e-3, "what is sampled is not the learner's policy"
     assert all(row["grad_norm"] > 0 for row in ours.rows)
+    assert ours.rows[-1]["memory/sync_peak_bytes/policy_0"] > 0, "a version is quantised beside the one that is served"
     assert "warning" not in ours.output
 
 
