@@ -66,8 +66,6 @@ class AdapterSlots:
         """The slot of each request in flight."""
         for places in self._places:
             _clear(places)
-        for module in manager.modules.values():
-            module.load_weights = _loader_of(module.base_layer)
 
     def enter(self, id: str) -> Any:
         """What a request that enters the engine now names."""
@@ -142,11 +140,3 @@ def _places(manager: Any, lora: LoraSettings, number: int) -> Iterator[tuple[str
             if part in lora.targets:
                 yield f"{parent}.{part}{LORA_A}", a[slot, 0, : lora.rank]
                 yield f"{parent}.{part}{LORA_B}", b[slot, 0, :, : lora.rank]
-
-
-def _loader_of(base_layer: Any) -> Any:
-    """How a layer with an adapter loads the weights below it: as the layer alone would. vLLM looks for it by name."""
-    from vllm.model_executor.models.utils import AutoWeightsLoader
-
-    own = getattr(base_layer, "load_weights", None)  # fused layers have one
-    return own or (lambda weights: list(AutoWeightsLoader(base_layer).load_weights(weights)))
