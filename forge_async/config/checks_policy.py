@@ -29,8 +29,8 @@ def quantized_engine_can_be(config: Config) -> str | None:
     given = f"policy.quantize={policy.quantize}"
     if policy.quantize == "fp8" and not on_gpu:
         return f"{given} needs a GPU, and job.gpus_per_host=0; use policy.quantize=int8."
-    if policy.quantize == "fp8" and policy.dtype == "float32":
-        return f"{given} with policy.dtype=float32 has no kernel; use policy.dtype=bfloat16."
+    if on_gpu and policy.dtype == "float32":
+        return f"{given} with policy.dtype=float32 has no kernel on a GPU; use policy.dtype=bfloat16."
     if policy.tensor_parallel > 1:
         return (
             f"{given} with policy.tensor_parallel={policy.tensor_parallel}: engines of several ranks are not quantised "

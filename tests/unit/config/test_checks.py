@@ -132,6 +132,11 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
     ),
     (
         p.quantized_engine_can_be,
+        {"policy.quantize": "int8", "job.gpus_per_host": 2},
+        ["policy.quantize=int8", "policy.dtype=float32", "on a GPU", "policy.dtype=bfloat16"],
+    ),
+    (
+        p.quantized_engine_can_be,
         {"policy.quantize": "int8", "policy.tensor_parallel": 2},
         ["policy.quantize=int8", "policy.tensor_parallel=2"],
     ),
