@@ -95,6 +95,8 @@ class QuantizedLayers:
 
         with torch.no_grad():
             layers = {path: self._quantized(path, weights, version, served) for path in self._layers}
+        if torch.cuda.is_available():  # the engine's thread copies on a stream of its own, which knows nothing of this
+            torch.cuda.current_stream().synchronize()
         return layers, {name: tensor for name, tensor in weights.items() if name not in self.names}
 
     def write(self, layers: Mapping[str, Quantized]) -> None:
