@@ -21,11 +21,11 @@ import numpy as np
 from forge_async.apps.bench.engine_runs import Cost, build_engine, load_engine, run_engine, score_with_engine
 from forge_async.apps.bench.output import Report
 from forge_async.apps.bench.plan import Plan, in_another_process
+from forge_async.config.schema import MOST_PROBE_TOKENS
 
 PLAIN = "none"
 TOKENS = (1, 16, 64)
 WARM_RUNS = 2
-MOST_PROBE_TOKENS = 64
 
 
 def measure(plan: Plan) -> Report:
