@@ -86,7 +86,7 @@ class VllmEngine:
         else:
             self._engine, self._ranks = build_on_ranks(ranks, arguments)
         self.build_s = time.perf_counter() - begun - self.import_s
-        self._inside = Inside(self._engine)
+        self._inside = Inside(self._engine, draws_on_cpu=on_cpu and ranks is None)
         self._slots = AdapterSlots(self._inside.model_runner(), lora, adapters_held, version) if lora else None
         self.versions_held = adapters_held
         self._folder = model_folder

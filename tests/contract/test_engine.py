@@ -11,7 +11,7 @@ from forge_async.weights.fingerprint import check_fingerprint
 from forge_async.weights.manifest import build_manifest
 from forge_async.weights.packing import LocalShard, pack
 from tests.engines import LONG_PROMPT, PROMPT, VERSIONS, finish, generate, request, rows
-from tests.models import Reference, make_model, read_weights
+from tests.models import Reference, make_model, read_weights, without_end
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -271,6 +271,27 @@ def test_vllm_serves_other_architectures_as_they_were_loaded(engine_child, tmp_p
     completions = generate(engine, request(tokens=16))["a"]
     wanted = Reference(folder).logprobs([*PROMPT, *completions.token_ids.tolist()])[len(PROMPT) - 1 :]
     assert completions.logprobs == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.stack
+def test_what_vllm_is_spared_changes_no_bit(engine_child, tmp_path):
+    engine = engine_child.build("tests.backends:vllm_engine", str(without_end(make_model(tmp_path / "model"))))
+    work = [
+        request("a", n=3, seed=1, tokens=60),
+        request("b", PROMPT[:3], n=2, seed=2**31 - 1, tokens=70, temperature=0.7),
+        request("c", LONG_PROMPT, n=2, seed=9, tokens=20, top_k=5, top_p=0.9),
+        request("d", seed=5, tokens=40, temperature=0.0),
+    ]
+    assert engine.count_allocations() == 0
+    ours = generate(engine, *work)
+    spared = engine.count_allocations()
+    theirs = engine.generate_as_vllm_does(work)
+    assert spared < engine.count_allocations() / 10
+    assert ours.keys() == theirs.keys() == {"a", "b", "c", "d"}
+    for id, made in ours.items():
+        assert made.token_ids.tolist() == theirs[id].token_ids.tolist()
+        assert made.logprobs.tobytes() == theirs[id].logprobs.tobytes()
+    assert "does not draw as that of vLLM 0.32 does" in engine.refuses_another_way_to_draw()
 
 
 def assert_serves(engine, weights):
