@@ -75,6 +75,27 @@ class _TestedEngine:
         number, counted[0] = counted[0], 0
         return number
 
+    def count_computed_tokens(self) -> int:
+        """Tokens that went through the model since this was last called; 0 at first."""
+        counted = getattr(self, "_computed", None)
+        if counted is None:
+            scheduler, counted = self._engine._inside._scheduler, [0]
+            schedule = scheduler.schedule
+
+            def count(*args: Any, **kwargs: Any) -> Any:
+                plan = schedule(*args, **kwargs)
+                counted[0] += plan.total_num_scheduled_tokens
+                return plan
+
+            scheduler.schedule, self._computed = count, counted
+        number, counted[0] = counted[0], 0
+        return number
+
+    def num_families(self) -> int:
+        """Prompts that rows still wait to share."""
+        families = self._engine._inside._scheduler.connector._families
+        return len(families._by_prompt) + len(families._of)
+
     def refuses_another_way_to_draw(self) -> str:
         """What is said to a vLLM whose sampler asks a generator for its numbers in another way."""
         from forge_async.backends.vllm_seeds import SeedsAhead

@@ -24,6 +24,7 @@ from forge_async.backends.vllm_adapter import AdapterSlots, adapters_of, engine_
 from forge_async.backends.vllm_experts import expert_places
 from forge_async.backends.vllm_inside import Inside
 from forge_async.backends.vllm_process import prepare
+from forge_async.backends.vllm_prompts import sharing
 from forge_async.backends.vllm_rank_weights import RankWeights, build_on_ranks
 from forge_async.backends.vllm_routing import RoutingRecorder
 from forge_async.core import kept_sets
@@ -80,6 +81,7 @@ class VllmEngine:
         self._params_class, self._final_only = SamplingParams, RequestOutputKind.FINAL_ONLY
         self._refusals = (ValueError, VLLMError)
         arguments = _arguments(model_folder, settings, seed, on_cpu) | engine_arguments(lora, adapters_held, on_cpu)
+        arguments |= sharing(settings, here=on_cpu and ranks is None)
         self._ranks: RankWeights | None = None
         if ranks is None:
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
