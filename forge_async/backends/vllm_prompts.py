@@ -16,7 +16,10 @@ from forge_async.policy.settings import PolicySettings
 
 
 def sharing(settings: PolicySettings, *, here: bool) -> dict[str, Any]:
-    """Arguments of an engine that shares prompts; `here`: whether it computes in this process, on a CPU."""
+    """Arguments of an engine that shares prompts; `here`: whether it computes in this process, on a CPU.
+
+    One whose settings forbid it has the connector all the same: vLLM has one in a process, for all engines or none.
+    """
     if not here:
         return {}
     from vllm.config import KVTransferConfig

@@ -355,6 +355,21 @@ def test_rows_that_wait_may_share_with_one_that_is_further_or_be_cut(sharing):
     assert engine.num_families() == engine.num_unfinished() == 0
 
 
+@pytest.mark.stack
+def test_shared_prompts_stand_rows_that_lose_their_kv(sharing, engine_child, tmp_path):
+    folder = without_end(make_model(tmp_path / "model"))  # the first weights of `sharing`
+    engine = engine_child.build("tests.backends:vllm_engine", str(folder), kv_cache_bytes=1 << 20)
+    engine.load(sharing.weights[0], PolicyVersion(step=next(VERSIONS)))
+    crowd = [request(f"r{i}", PROMPT[: 3 + i], n=8, seed=64 * i, tokens=90) for i in range(5)]
+    made = generate(engine, *crowd)
+    assert engine.occupancy().num_preemptions > 0
+    assert engine.num_families() == 0
+    for i in range(5):
+        for tokens, logprobs in zip(rows(made[f"r{i}"]), rows(made[f"r{i}"], "logprobs"), strict=True):
+            wanted = sharing.logprobs(0, [*PROMPT[: 3 + i], *tokens])[2 + i :]
+            assert logprobs == pytest.approx(wanted, abs=1e-5)
+
+
 def assert_serves(engine, weights):
     import torch
 
