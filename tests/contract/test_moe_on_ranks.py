@@ -18,9 +18,9 @@ pytestmark = [pytest.mark.stack, pytest.mark.long, pytest.mark.timeout(500)]
 TOKENS = np.arange(4, 60, dtype=np.int32)
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "qwen3_moe_mixed"])
+@pytest.fixture(scope="module", params=["qwen3_moe_wide", "qwen3_moe_mixed"])
 def served(request, ranks_child, tmp_path_factory):
-    """An engine, two sets of weights for it, and their references. Each rank of the second pads its slices."""
+    """An engine, two sets of weights for it, and their references. Each rank pads its slices of the mixed one."""
     folders = [without_end(make_model(tmp_path_factory.mktemp(f"m{seed}"), request.param, seed)) for seed in (0, 1)]
     return VllmSubject(ranks_child, folders, scratch=tmp_path_factory.mktemp("store") / "weights")
 
