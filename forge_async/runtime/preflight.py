@@ -83,12 +83,14 @@ def check_shape(config: Config, shape: ModelShape) -> None:
             f"policy.max_model_tokens={longest} is above the model's max_position_embeddings={shape.max_positions}; "
             f"use policy.max_model_tokens={shape.max_positions} or less."
         )
-    for key in ("policy.tensor_parallel", "learner.tensor_parallel"):
-        if shape.num_heads % config.value(key):
-            raise ConfigError(
-                f"{key}={config.value(key)} does not divide the model's {shape.num_heads} attention heads; "
-                f"use a divisor, such as {key}=1."
-            )
+    heads, width = f"{shape.num_heads} attention heads", f"intermediate_size={shape.intermediate_size}"
+    for key, what, size in (
+        ("policy.tensor_parallel", heads, shape.num_heads),
+        ("policy.tensor_parallel", width, shape.intermediate_size),
+        ("learner.tensor_parallel", heads, shape.num_heads),
+    ):
+        if size % (ranks := config.value(key)):
+            raise ConfigError(f"{key}={ranks} does not divide the model's {what}; use a divisor, such as {key}=1.")
     check_mixture(config, shape)
     _check_kv_heads(config, shape)
     _check_kv_cache(config, shape)

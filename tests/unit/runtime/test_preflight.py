@@ -114,6 +114,11 @@ def test_an_unreadable_config_is_refused(tmp_path: Path, text: str | None, word:
         ({}, {"policy.max_model_tokens": 512}, ["policy.max_model_tokens=512", "max_position_embeddings=256"]),
         ({}, {"learner.tensor_parallel": 3}, ["learner.tensor_parallel=3", "2 attention heads"]),
         (
+            {"intermediate_size": 193},
+            {"policy.tensor_parallel": 2},
+            ["policy.tensor_parallel=2 does not divide the model's intermediate_size=193"],
+        ),
+        (
             {"num_attention_heads": 6, "num_key_value_heads": 3},
             {"policy.tensor_parallel": 2},
             ["policy.tensor_parallel=2", "3 key-value heads"],
