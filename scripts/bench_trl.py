@@ -1,17 +1,20 @@
 """Times steps of TRL's GRPOTrainer; run by `bench trl` with the Python of an environment that holds TRL.
 
     python bench_trl.py SPEC.json
+    python -m torch.distributed.run --standalone --nproc-per-node N bench_trl.py SPEC.json
 
 SPEC holds the model's folder, prompts with their token ids and answers, sizes, and the optimiser's figures; the seconds
 of each step go to its `output`. TRL is given what helps it here: float32 and no gradient checkpointing (its own
 defaults, bfloat16 and checkpointing, are made for GPUs and slower on CPU), the batch in one piece, no logging, saving
 or evaluation. The loss is the same as ours: PPO clip by token, mean over the batch's tokens, advantages over the
-group's standard deviation.
+group's standard deviation. Started N times by torch.distributed.run, the processes share a step's batch, as with
+`accelerate launch`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -20,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 BEGUN_S = time.time()
+RANK, NUM_PROCESSES = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
 
 
 def main() -> int:
@@ -32,16 +36,30 @@ def main() -> int:
     tokenizer = AutoTokenizer.from_pretrained(spec["model"])
     check_tokens(tokenizer, spec)
     clock = train(spec, tokenizer)
+    cpu_s = over_processes(clock.cpu_s)
+    if RANK:
+        return 0
     times_s = [end - start for start, end in zip(clock.begun_s, clock.ended_s, strict=True)]
     result = {
         "startup_s": clock.begun_s[0] - BEGUN_S,
         "step_s": times_s,
-        "cpu_s": clock.cpu_s,
+        "cpu_s": cpu_s,
         "reward_mean": clock.reward_sum / max(clock.num_rewards, 1),
         "versions": {name: metadata.version(name) for name in ("trl", "transformers", "torch", "accelerate")},
     }
     Path(spec["output"]).write_text(json.dumps(result) + "\n")
     return 0
+
+
+def over_processes(cpu_s: list[float]) -> list[float]:
+    """CPU seconds of each step, of all processes together."""
+    if NUM_PROCESSES == 1:
+        return cpu_s
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * NUM_PROCESSES
+    dist.all_gather_object(found, cpu_s)
+    return [sum(each) for each in zip(*found, strict=True)]
 
 
 def check_tokens(tokenizer: Any, spec: Mapping[str, Any]) -> None:
@@ -109,14 +127,14 @@ def trainer_config(spec: Mapping[str, Any]) -> Any:
     """TRL's settings for the same work as ours."""
     from trl import GRPOConfig
 
-    samples = spec["groups_per_step"] * spec["group_size"]
+    samples, at_once = spec["groups_per_step"] * spec["group_size"], spec["micro_batch_samples"]
     return GRPOConfig(
         output_dir=spec["scratch"],
         max_steps=spec["steps"],
         seed=spec["seed"],
         # the batch: one generation and one update a step, in micro-batches that fit
-        per_device_train_batch_size=spec["micro_batch_samples"],
-        gradient_accumulation_steps=samples // spec["micro_batch_samples"],
+        per_device_train_batch_size=at_once // NUM_PROCESSES,
+        gradient_accumulation_steps=samples // at_once,
         num_generations=spec["group_size"],
         num_iterations=1,
         max_completion_length=spec["max_new_tokens"],

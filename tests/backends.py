@@ -62,6 +62,81 @@ class _TestedEngine:
         layers, _ = quantized.prepare(weights, version, version)
         _adopt(quantized._layers[path], layers[path].layer)
 
+    def generate_as_vllm_does(self, requests: list[Any]) -> dict[str, Any]:
+        """Completions by request id, made by vLLM's own sampler and its own allocation of KV."""
+        sampler, manager = self._shortened()
+        ours = sampler.forward, manager.allocate_slots
+        sampler.forward, manager.allocate_slots = sampler.forward_cpu, type(manager).allocate_slots.__get__(manager)
+        try:
+            self._engine.add(requests)
+            found: dict[str, Any] = {}
+            while self._engine.num_unfinished():
+                found |= {result.id: result.completions for result in self._engine.step()}
+            return found
+        finally:
+            sampler.forward, manager.allocate_slots = ours
+
+    def count_allocations(self) -> int:
+        """How often vLLM was asked for room for a token since this was last called; 0 at first."""
+        _, manager = self._shortened()
+        counted = getattr(self, "_counted", None)
+        if counted is None:
+            coordinator, counted = manager.coordinator, [0]
+            allocate = coordinator.allocate_new_blocks
+
+            def count(*args: Any) -> Any:
+                counted[0] += 1
+                return allocate(*args)
+
+            coordinator.allocate_new_blocks, self._counted = count, counted
+        number, counted[0] = counted[0], 0
+        return number
+
+    def count_computed_tokens(self) -> int:
+        """Tokens that went through the model since this was last called; 0 at first."""
+        counted = getattr(self, "_computed", None)
+        if counted is None:
+            scheduler, counted = self._engine._inside._scheduler, [0]
+            schedule = scheduler.schedule
+
+            def count(*args: Any, **kwargs: Any) -> Any:
+                plan = schedule(*args, **kwargs)
+                counted[0] += plan.total_num_scheduled_tokens
+                return plan
+
+            scheduler.schedule, self._computed = count, counted
+        number, counted[0] = counted[0], 0
+        return number
+
+    def num_families(self) -> int:
+        """Prompts that rows still wait to share."""
+        families = self._engine._inside._scheduler.connector._families
+        return len(families._by_prompt) + len(families._of)
+
+    def refuses_another_way_to_draw(self) -> str:
+        """What is said to a vLLM whose sampler asks a generator for its numbers in another way."""
+        from forge_async.backends.vllm_seeds import SeedsAhead
+        from forge_async.core.errors import PolicyError
+
+        class Later(type(self._shortened()[0])):
+            def forward(self, logits: Any, generators: Any, k: Any, p: Any) -> Any:
+                for generator in generators.values():
+                    generator.manual_seed(generator.initial_seed() + 1)
+                return self.forward_cpu(logits, generators, k, p)
+
+        later = Later("processed_logprobs")
+        later.forward = Later.forward.__get__(later)  # vLLM's own constructor has set another
+        try:
+            SeedsAhead(later)
+        except PolicyError as error:
+            return str(error)
+        return ""
+
+    def _shortened(self) -> tuple[Any, Any]:
+        """The parts of vLLM that are spared work: its sampler and the keeper of its KV cache."""
+        inside = self._engine._inside
+        return inside.model_runner().sampler.topk_topp_sampler, inside._scheduler.kv_cache_manager
+
 
 def titan_learner(
     folder: str,

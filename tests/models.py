@@ -20,11 +20,12 @@ wide ones have heads for two tensor-parallel ranks beside that."""
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 MOE: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS,
+    "qwen3_moe_wide": EXPERTS | {"moe_intermediate_size": 64},
     "qwen3_moe_mixed": EXPERTS
     | {"num_experts": 3, "moe_intermediate_size": 40, "norm_topk_prob": False, "mlp_only_layers": [0]},
 }
-"""Mixtures of experts. The second has a dense layer, weights that are not normalised, and experts that two ranks share
-unevenly and the engine pads."""
+"""Mixtures of experts. Half an expert of the wide one is as wide as the engine's kernel wants it. The mixed one has a
+dense layer, weights that are not normalised, and experts that two ranks share unevenly and the engine pads."""
 
 
 def make_model(

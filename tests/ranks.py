@@ -34,6 +34,17 @@ def halves(weights: Mapping[str, Any]) -> list[list[LocalShard]]:
     ]
 
 
+def experts_apart(weights: Mapping[str, Any]) -> list[list[LocalShard]]:
+    """Weights as two ranks of a learner hold them that share out whole experts, every other one, and cut the rest."""
+    ranks = halves({name: tensor for name, tensor in weights.items() if ".experts." not in name})
+    for name, tensor in weights.items():
+        if ".experts." in name:
+            expert = int(name.partition(".experts.")[2].partition(".")[0])
+            shape = tuple(tensor.shape)
+            ranks[expert % 2].append(LocalShard(name=name, tensor=tensor, global_shape=shape, offsets=(0, 0)))
+    return ranks
+
+
 class EngineOnRanks:
     """An engine whose `load` publishes what it is given, and has the ranks fetch their slices of it."""
 
@@ -53,9 +64,11 @@ class EngineOnRanks:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def load(self, weights: Mapping[str, Any], version: PolicyVersion, *, keep_kv: bool = True) -> int:
-        """As the port says."""
-        self._wait(self._publish(weights, version))
+    def load(
+        self, weights: Mapping[str, Any], version: PolicyVersion, *, keep_kv: bool = True, layout: str = "halves"
+    ) -> int:
+        """As the port says. `layout`: of the learner, "halves" or "experts_apart"."""
+        self._wait(self._publish({"halves": halves, "experts_apart": experts_apart}[layout](weights), version))
         stack = AsyncExitStack()
         try:
             self._wait(stack.enter_async_context(self._ranks.fetched(version, self._plane)))
@@ -67,8 +80,8 @@ class EngineOnRanks:
         """Of the ranks."""
         return self._ranks.handle.pids
 
-    async def _publish(self, weights: Mapping[str, Any], version: PolicyVersion) -> None:
-        for packer, shards in zip(self._packers, halves(weights), strict=True):
+    async def _publish(self, shards_of_ranks: list[list[LocalShard]], version: PolicyVersion) -> None:
+        for packer, shards in zip(self._packers, shards_of_ranks, strict=True):
             await self._plane.stage(version, *packer.pack(shards))
         await self._plane.commit(version, 2)
 

@@ -26,6 +26,7 @@ from forge_async.backends.vllm_alone import alone
 from forge_async.backends.vllm_inside import Inside
 from forge_async.backends.vllm_places import Places
 from forge_async.backends.vllm_process import prepare
+from forge_async.backends.vllm_prompts import sharing
 from forge_async.backends.vllm_quantized import Quantized, QuantizedLayers
 from forge_async.backends.vllm_rank_weights import RankWeights, build_on_ranks
 from forge_async.backends.vllm_routing import RoutingRecorder
@@ -89,13 +90,14 @@ class VllmEngine:
                 "or give policy.tensor_parallel=1 and no lora."
             )
         arguments |= vllm_quantized.engine_arguments(settings.quantize)
+        arguments |= sharing(settings, here=on_cpu and ranks is None)
         self._ranks: RankWeights | None = None
         if ranks is None:
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         else:
             self._engine, self._ranks = build_on_ranks(ranks, arguments)
         self.build_s = time.perf_counter() - begun - self.import_s
-        self._inside = Inside(self._engine)
+        self._inside = Inside(self._engine, draws_on_cpu=on_cpu and ranks is None)
         self._slots = AdapterSlots(self._inside.model_runner(), lora, adapters_held, version) if lora else None
         self.versions_held = adapters_held
         self._folder = model_folder

@@ -4,12 +4,14 @@ vLLM lays gate and up of all experts into one parameter and down into another, a
 elements for its kernel ("prepacks" them), once, after the first load. A later load in vLLM's own way would write plain
 matrices into the rearranged parameters, and the experts would compute nonsense without an error. So experts are written
 here, to the places where their elements lie; the same places are read for the fingerprint.
+
+On an engine of several ranks each has a slice of every expert: rows of gate and up, columns of down.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -23,7 +25,7 @@ DIGIT_BITS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertPlace:
-    """Where one matrix of one expert lies."""
+    """Where one matrix of one expert lies, or what a rank has of it, or a box of that: `place[rows, columns]`."""
 
     layer: Any
     """vLLM's module; it may hand out another tensor under the same name later."""
@@ -43,6 +45,10 @@ class ExpertPlace:
         """Of the matrix."""
         return getattr(self.layer, self.parameter).dtype
 
+    def __getitem__(self, box: tuple[slice, ...]) -> ExpertPlace:
+        """Where a box of the matrix lies."""
+        return replace(self, places=self.places[box])
+
     def read(self) -> Any:
         """A copy of the matrix."""
         return self._elements()[self.places]
@@ -61,22 +67,39 @@ def expert_places(model: Any) -> dict[str, ExpertPlace]:
     Raises PolicyError when the experts lie in a way that is not known here.
     """
     return {
-        f"{path.removesuffix(SUFFIX)}.{name}": place
+        name: place
         for path, module in model.named_modules()
         if path.endswith(SUFFIX)
-        for name, place in _places_of_layer(module)
+        for name, place in places_of_layer(path, module)
     }
 
 
-def _places_of_layer(layer: Any) -> Iterator[tuple[str, ExpertPlace]]:
-    """(the end of the Hugging Face name, place)."""
-    if layer.local_num_experts != layer.global_num_experts or layer.moe_config.tp_size > 1:
-        raise PolicyError("The experts of a layer are spread over ranks of an engine; use policy.tensor_parallel=1.")
-    config, isa = layer.moe_config, _prepacked_for(layer)
+def write(targets: Sequence[Any], sources: Sequence[Any]) -> None:
+    """Replace what lies at targets, views of an engine's parameters and places of experts, by sources, in order."""
+    import torch
+
+    pairs = list(zip(targets, sources, strict=True))
+    views = [(target, source) for target, source in pairs if not isinstance(target, ExpertPlace)]
+    with torch.no_grad():
+        if views:
+            torch._foreach_copy_([target for target, _ in views], [source for _, source in views])
+        for target, source in pairs:
+            if isinstance(target, ExpertPlace):
+                target.write(source)
+
+
+def places_of_layer(path: str, layer: Any) -> Iterator[tuple[str, ExpertPlace]]:
+    """(Hugging Face name, place) of every matrix of every expert of vLLM's module at `path`, or of this rank's slices.
+
+    Raises PolicyError when the experts lie in a way that is not known here.
+    """
+    if layer.local_num_experts != layer.global_num_experts:
+        raise PolicyError(f"vLLM spreads whole experts of {path} over the ranks of an engine; that is not known here.")
+    config, isa, parent = layer.moe_config, _prepacked_for(layer), path.removesuffix(SUFFIX)
     gate_up, down = (
         _places(tuple(each.shape[1:]), each.dtype, isa, each.device) for each in (layer.w13_weight, layer.w2_weight)
     )
-    rows, columns = config.intermediate_size, config.hidden_dim_unpadded or config.hidden_dim
+    rows, columns = config.intermediate_size // config.tp_size, config.hidden_dim_unpadded or config.hidden_dim
     up_row = gate_up.shape[0] // 2  # kernels may want more rows than the model has
     matrices = {
         "gate_proj": ("w13_weight", gate_up[:rows, :columns]),
@@ -86,7 +109,7 @@ def _places_of_layer(layer: Any) -> Iterator[tuple[str, ExpertPlace]]:
     for expert in range(layer.local_num_experts):
         for matrix, (parameter, places) in matrices.items():
             place = ExpertPlace(layer=layer, parameter=parameter, expert=expert, places=places)
-            yield f"{expert}.{matrix}.weight", place
+            yield f"{parent}.{expert}.{matrix}.weight", place
 
 
 def _prepacked_for(layer: Any) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from forge_async.backends.vllm_seeds import SeedsAhead
 from forge_async.policy.ports import Occupancy
 from forge_async.policy.stop_strings import StopWatcher
 
@@ -17,7 +18,12 @@ from forge_async.policy.stop_strings import StopWatcher
 class Inside:
     """The inside of one LLMEngine whose core runs in this process."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, *, draws_on_cpu: bool = False) -> None:
+        """Take hold of the engine's parts, and let it do without what costs and brings nothing.
+
+        Args:
+            draws_on_cpu: whether tokens are drawn in this process, on a CPU.
+        """
         from vllm.v1.engine import FinishReason
 
         self._engine, self._processor = engine, engine.output_processor
@@ -25,6 +31,9 @@ class Inside:
         self._aborted = FinishReason.ABORT
         self._num_preemptions = 0
         self._count_preemptions()
+        if draws_on_cpu:
+            self._spare_slots()
+            SeedsAhead(self.model_runner().sampler.topk_topp_sampler)
 
     def salt_anew(self, salt: str) -> None:
         """After a load: no request may be served from, or leave behind, anything that an earlier salt names.
@@ -97,6 +106,29 @@ class Inside:
             preempt(*args, **kwargs)
 
         self._scheduler._preempt_request = counted
+
+    def _spare_slots(self) -> None:
+        """Skip the allocation of KV where there is nothing to allocate: 5% of an engine of a small model.
+
+        A running request whose last block has room for its next token, and more room after it, needs no block, gives
+        none up and completes none that could be kept for others; vLLM finds that out anew for every token. It holds for
+        full attention alone, where no block is given up before the request ends.
+        """
+        from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+        manager = self._scheduler.kv_cache_manager
+        kinds = manager.coordinator.single_type_managers
+        if len(kinds) != 1 or type(kinds[0]) is not FullAttentionManager:
+            return
+        allocate, nothing, block_tokens = manager.allocate_slots, manager.empty_kv_cache_blocks, kinds[0].block_size
+
+        def spared(request: Any, num_new_tokens: int, *args: Any, num_lookahead_tokens: int = 0, **kwargs: Any) -> Any:
+            inside = 0 < request.num_computed_tokens % block_tokens < block_tokens - 1
+            if inside and num_new_tokens == 1 and not (num_lookahead_tokens or args or kwargs):
+                return nothing
+            return allocate(request, num_new_tokens, *args, num_lookahead_tokens=num_lookahead_tokens, **kwargs)
+
+        manager.allocate_slots = spared
 
 
 def _watched(update: Callable[[list[int], bool], Any], watcher: StopWatcher) -> Callable[[list[int], bool], str | None]:

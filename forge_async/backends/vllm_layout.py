@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from forge_async.backends.vllm_experts import SUFFIX, ExpertPlace, places_of_layer
 from forge_async.core.errors import PolicyError
 from forge_async.weights.reshard import Wanted
 
@@ -18,8 +19,12 @@ class Held:
     """A box of a Hugging Face parameter inside a parameter of the engine."""
 
     box: Wanted
-    tensor: Any
-    """Exactly the box: a view, to be read and written."""
+    place: Any
+    """Exactly the box, to be read and written: a view, or an expert's `ExpertPlace`."""
+
+    def read(self) -> Any:
+        """A copy of the box, in the memory of this process."""
+        return self.place.read().cpu() if isinstance(self.place, ExpertPlace) else self.place.cpu().clone()
 
 
 def held_boxes(model: Any, rank: int) -> list[Held]:
@@ -39,6 +44,9 @@ def held_boxes(model: Any, rank: int) -> list[Held]:
 
 def _of_module(model: Any, path: str, module: Any, rank: int) -> Iterator[tuple[str, Held]]:
     """(engine's name of a parameter, a box in it) of a module's own parameters."""
+    if path.endswith(SUFFIX):
+        yield from _experts(path, module, rank)
+        return
     parent, _, leaf = path.rpartition(".")
     parts = getattr(model, "packed_modules_mapping", {}).get(leaf)
     for kind, parameter in module.named_parameters(recurse=False):
@@ -49,6 +57,13 @@ def _of_module(model: Any, path: str, module: Any, rank: int) -> Iterator[tuple[
             yield from ((name, each) for each in _fused(parent, parts, kind, parameter, module, rank))
         elif parameter.dim() <= 2:
             yield name, _plain(name, parameter, module, rank)
+
+
+def _experts(path: str, module: Any, rank: int) -> Iterator[tuple[str, Held]]:
+    """A slice of every expert: rows of gate and up, columns of down."""
+    for name, place in places_of_layer(path, module):
+        dim = 1 if place.parameter == "w2_weight" else 0
+        yield f"{path}.{place.parameter}", _slice(name, place, dim, module.moe_config.tp_size, rank)
 
 
 def _vocabulary(name: str, parameter: Any, module: Any) -> Held:
@@ -85,14 +100,19 @@ def _rows_of_parts(module: Any, rank: int) -> list[tuple[int, int, int]]:
 
 def _plain(name: str, parameter: Any, module: Any, rank: int) -> Held:
     """A parameter that is cut along one dimension, as its linear layer is, or not at all."""
-    tensor, dim, ranks = parameter.detach(), 0, 1
+    dim, ranks = 0, 1
     if parameter.dim() == 2 and _is_cut(module, "input_size"):
         dim, ranks = 1, module.tp_size
     elif _is_cut(module, "output_size"):
         ranks = module.tp_size
-    whole = list(tensor.shape)
+    return _slice(name, parameter.detach(), dim, ranks, rank)
+
+
+def _slice(name: str, place: Any, dim: int, ranks: int, rank: int) -> Held:
+    """What a rank has of a parameter that is cut evenly along a dimension, or not at all where `ranks` is 1."""
+    whole = list(place.shape)
     whole[dim] *= ranks
-    return _held(name, tuple(whole), dim, rank * tensor.shape[dim] if ranks > 1 else 0, tensor)
+    return _held(name, tuple(whole), dim, rank * place.shape[dim] if ranks > 1 else 0, place)
 
 
 def _is_cut(module: Any, size: str) -> bool:
@@ -100,14 +120,14 @@ def _is_cut(module: Any, size: str) -> bool:
     return whole is not None and getattr(module, f"{size}_per_partition", whole) != whole
 
 
-def _held(name: str, whole: tuple[int, ...], dim: int, start: int, tensor: Any) -> Held:
+def _held(name: str, whole: tuple[int, ...], dim: int, start: int, place: Any) -> Held:
     offsets = [0] * len(whole)
     offsets[dim : dim + 1] = [start] * min(1, len(whole))
     box = Wanted(
         name=name,
-        dtype=str(tensor.dtype).removeprefix("torch."),
+        dtype=str(place.dtype).removeprefix("torch."),
         global_shape=tuple(whole),
         offsets=tuple(offsets),
-        shape=tuple(tensor.shape),
+        shape=tuple(place.shape),
     )
-    return Held(box=box, tensor=tensor)
+    return Held(box=box, place=place)

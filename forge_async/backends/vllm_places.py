@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from forge_async.backends.vllm_experts import expert_places
+from forge_async.backends.vllm_experts import ExpertPlace, expert_places, write
 from forge_async.core.errors import WeightsError
 from forge_async.core.versions import PolicyVersion
 
@@ -24,8 +24,9 @@ class Places:
             what they have packed there.
         """
         self._model = model
-        self._experts = expert_places(model)
-        self._views = {name: each for name, each in _views(model) if name not in sealed}
+        views = {name: each for name, each in _views(model) if name not in sealed}
+        self._held: dict[str, Any] = views | expert_places(model)
+        """Views, and places of experts."""
 
     def check(self, weights: Mapping[str, Any], version: PolicyVersion, served: PolicyVersion) -> None:
         """Raise WeightsError for the first tensor that is not as the engine holds it.
@@ -35,8 +36,7 @@ class Places:
             served: what the engine goes on with.
         """
         for name, tensor in weights.items():
-            held = self._experts.get(name)
-            held = self._views.get(name) if held is None else held
+            held = self._held.get(name)
             if held is not None:
                 refuse_misfit(name, tensor, tuple(held.shape), held.dtype, version, served)
 
@@ -44,23 +44,19 @@ class Places:
         """Replace parameters; every tensor fits."""
         import torch
 
-        known = {name: tensor for name, tensor in weights.items() if name in self._views}
-        with torch.no_grad():
-            if known:
-                torch._foreach_copy_([self._views[name] for name in known], list(known.values()))
-            for name in weights.keys() & self._experts.keys():
-                self._experts[name].write(weights[name])
-            others = [(name, tensor) for name, tensor in weights.items() if name not in known.keys() | self._experts]
-            if others:
+        known = {name: tensor for name, tensor in weights.items() if name in self._held}
+        write([self._held[name] for name in known], list(known.values()))
+        others = [(name, tensor) for name, tensor in weights.items() if name not in known]
+        if others:
+            with torch.no_grad():
                 self._model.load_weights(iter(others))
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
         """(name, tensor) of what is served, for the names that have a place."""
         for name in names:
-            if name in self._experts:
-                yield name, self._experts[name].read()
-            elif name in self._views:
-                yield name, self._views[name]
+            held = self._held.get(name)
+            if held is not None:
+                yield name, held.read() if isinstance(held, ExpertPlace) else held
 
 
 def refuse_misfit(

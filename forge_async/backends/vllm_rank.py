@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from forge_async.backends.vllm_experts import write
 from forge_async.backends.vllm_layout import Held, held_boxes
 from forge_async.backends.vllm_process import prepare
 from forge_async.core.errors import WeightsError
@@ -36,9 +37,10 @@ class VllmRank:
         self._worker: Any = None
         self._held: list[Held] = []
         self._transfer = Transfer((), shared=False)
-        self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
         """What the next `load` copies: views of the fetched version."""
+        self._targets: list[Any] = []
+        """Where `_sources` go: views of parameters, and places of experts."""
 
     def build(self, blob: bytes) -> list[Wanted]:
         """Make vLLM's worker from what its executor sent, with weights of no meaning; returns what it holds."""
@@ -89,7 +91,7 @@ class VllmRank:
                     f"The learner publishes {min(unknown)}, which the engine does not hold; nothing was written. "
                     "Check that model.path is the same for learner and policy."
                 )
-            self._targets = self._transfer.targets([each.tensor for each in self._held])
+            self._targets = self._transfer.targets([each.place for each in self._held])
         return self._transfer.plan
 
     def stage(self, manifest: Manifest, blobs: Mapping[int, torch.Tensor]) -> None:
@@ -103,17 +105,14 @@ class VllmRank:
 
     def load(self) -> None:
         """Copy the staged version into the parameters."""
-        import torch
-
         if not self._sources:
             raise WeightsError("No version was fetched to be loaded.")
-        with torch.no_grad():
-            torch._foreach_copy_(self._targets, self._sources)
+        write(self._targets, self._sources)
 
     def read(self, names: Iterable[str]) -> list[tuple[Wanted, torch.Tensor]]:
         """What is really served of some parameters: boxes of them, by Hugging Face names."""
         wanted = set(names)
-        return [(each.box, each.tensor.cpu().clone()) for each in self._held if each.box.name in wanted]
+        return [(each.box, each.read()) for each in self._held if each.box.name in wanted]
 
 
 def _talk_over_gloo() -> None:

@@ -53,7 +53,13 @@ def quantized_engine_can_be(config: Config) -> str | None:
 
 
 def routing_is_seen(config: Config) -> str | None:
-    """A compiled model runs without the calls that tell which experts were chosen."""
+    """A compiled model runs without the calls that tell which experts were chosen; other processes make them there."""
+    ranks = config.policy.tensor_parallel
+    if config.policy.keep_routing and ranks > 1:
+        return (
+            f"policy.keep_routing=true with policy.tensor_parallel={ranks}: engines of several ranks do not record "
+            "routing yet; leave one of them out."
+        )
     if config.policy.keep_routing and config.policy.compile:
         return "policy.keep_routing=true cannot see the routing of policy.compile=true; leave one of them out."
     return None

@@ -83,12 +83,14 @@ def check_shape(config: Config, shape: ModelShape) -> None:
             f"policy.max_model_tokens={longest} is above the model's max_position_embeddings={shape.max_positions}; "
             f"use policy.max_model_tokens={shape.max_positions} or less."
         )
-    for key in ("policy.tensor_parallel", "learner.tensor_parallel"):
-        if shape.num_heads % config.value(key):
-            raise ConfigError(
-                f"{key}={config.value(key)} does not divide the model's {shape.num_heads} attention heads; "
-                f"use a divisor, such as {key}=1."
-            )
+    heads, width = f"{shape.num_heads} attention heads", f"intermediate_size={shape.intermediate_size}"
+    for key, what, size in (
+        ("policy.tensor_parallel", heads, shape.num_heads),
+        ("policy.tensor_parallel", width, shape.intermediate_size),
+        ("learner.tensor_parallel", heads, shape.num_heads),
+    ):
+        if size % (ranks := config.value(key)):
+            raise ConfigError(f"{key}={ranks} does not divide the model's {what}; use a divisor, such as {key}=1.")
     check_mixture(config, shape)
     _check_kv_heads(config, shape)
     _check_kv_cache(config, shape)
@@ -127,7 +129,6 @@ def check_mixture(config: Config, shape: ModelShape) -> None:
             "use a divisor, such as learner.expert_parallel=1."
         )
     not_built = (
-        ("policy.tensor_parallel", 1),
         ("policy.quantize", "none"),
         ("learner.tensor_parallel", 1),
         ("learner.compile", False),
@@ -136,6 +137,17 @@ def check_mixture(config: Config, shape: ModelShape) -> None:
         if (value := config.value(key)) != built:
             asked, remedy = (f"{key}={str(each).lower()}" for each in (value, built))
             raise ConfigError(f"{asked} is not built for mixtures of experts; use {remedy}.")
+    ranks = config.policy.tensor_parallel
+    if shape.expert_size % ranks:
+        raise ConfigError(
+            f"policy.tensor_parallel={ranks} does not divide the model's moe_intermediate_size={shape.expert_size}; "
+            "use a divisor, such as policy.tensor_parallel=1."
+        )
+    if ranks > shape.num_experts:
+        raise ConfigError(
+            f"policy.tensor_parallel={ranks} is above the model's num_experts={shape.num_experts}, which vLLM does not "
+            "serve; use fewer, such as policy.tensor_parallel=1."
+        )
     if not on_gpu and shape.hidden_size % 32:
         raise ConfigError(
             f"The model's hidden_size={shape.hidden_size} is no multiple of 32, as experts need it on CPU; "

@@ -6,7 +6,7 @@ import struct
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forge_async.core.errors import WeightsError
 from forge_async.weights.manifest import Layout, Manifest, Packed, Part, Shard
@@ -204,8 +204,11 @@ class Transfer:
         of = self._views.of if self._shared else lambda _, boxes, blob: _views(boxes, blob)
         return [view for rank, boxes in self._parts.items() for view in of(rank, boxes, blobs[rank])]
 
-    def targets(self, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """A view for each copy of the plan into the reader's tensors, which are in the order of its boxes."""
+    def targets(self, held: Sequence[Any]) -> list[Any]:
+        """Where each copy of the plan goes in the reader's tensors, or whatever can be cut like tensors.
+
+        `held`: in the order of the reader's boxes.
+        """
         return [held[copy.wanted][_slices(copy.offsets, copy.shape)] for copy in self.plan.copies]
 
 

@@ -8,8 +8,8 @@ import pytest
 from forge_async.core.errors import FingerprintError, PolicyError, WeightsError
 from forge_async.core.versions import PolicyVersion
 from forge_async.weights.fingerprint import check_fingerprint
-from tests.engines import LONG_PROMPT, PROMPT, VERSIONS, finish, generate, request, rows
-from tests.models import Reference, make_model, manifest_of, read_weights
+from tests.engines import LONG_PROMPT, PROMPT, VERSIONS, VllmSubject, finish, generate, request, rows
+from tests.models import Reference, make_model, manifest_of, read_weights, without_end
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -292,6 +292,103 @@ def test_vllm_serves_other_architectures_as_they_were_loaded(engine_child, tmp_p
     completions = generate(engine, request(tokens=16))["a"]
     wanted = Reference(folder).logprobs([*PROMPT, *completions.token_ids.tolist()])[len(PROMPT) - 1 :]
     assert completions.logprobs == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.stack
+def test_what_vllm_is_spared_changes_no_bit(engine_child, tmp_path):
+    engine = engine_child.build("tests.backends:vllm_engine", str(without_end(make_model(tmp_path / "model"))))
+    work = [
+        request("a", n=3, seed=1, tokens=60),
+        request("b", PROMPT[:3], n=2, seed=2**31 - 1, tokens=70, temperature=0.7),
+        request("c", LONG_PROMPT, n=2, seed=9, tokens=20, top_k=5, top_p=0.9),
+        request("d", seed=5, tokens=40, temperature=0.0),
+    ]
+    assert engine.count_allocations() == 0
+    ours = generate(engine, *work)
+    spared = engine.count_allocations()
+    theirs = engine.generate_as_vllm_does(work)
+    assert spared < engine.count_allocations() / 10
+    assert ours.keys() == theirs.keys() == {"a", "b", "c", "d"}
+    for id, made in ours.items():
+        assert made.token_ids.tolist() == theirs[id].token_ids.tolist()
+        assert made.logprobs.tobytes() == theirs[id].logprobs.tobytes()
+    assert "does not draw as that of vLLM 0.32 does" in engine.refuses_another_way_to_draw()
+
+
+@pytest.fixture(scope="module")
+def sharing(engine_child, tmp_path_factory):
+    """An engine in which rows share their prompts, and what its two sets of weights should give."""
+    folders = [without_end(make_model(tmp_path_factory.mktemp(f"shared{seed}"), "qwen3", seed)) for seed in (0, 1)]
+    made = VllmSubject(engine_child, folders)
+    made.engine.load(made.weights[0], PolicyVersion(step=next(VERSIONS)))
+    return made
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("length", [2, 7, 32, 33, 70])
+def test_a_group_computes_its_prompt_once(sharing, length):
+    engine, prompt = sharing.engine, LONG_PROMPT[:length]
+    engine.load(sharing.weights[0], PolicyVersion(step=next(VERSIONS)))
+    engine.count_computed_tokens()
+    made = generate(engine, request("a", prompt, n=8, seed=length, tokens=4), request("b", (5, *prompt), n=1, tokens=4))
+    assert engine.count_computed_tokens() == length + 7 + (length + 1) + 9 * 3
+    assert engine.num_families() == 0
+    assert made["a"].lengths.tolist() == [4] * 8
+    for tokens, logprobs in zip(rows(made["a"]), rows(made["a"], "logprobs"), strict=True):
+        wanted = sharing.logprobs(0, [*prompt, *tokens])[length - 1 :]
+        assert logprobs == pytest.approx(wanted, abs=1e-5)
+    single = generate(engine, *(request(f"s{i}", prompt, seed=length + i, tokens=4) for i in range(8)))
+    assert rows(made["a"]) == [single[f"s{i}"].token_ids.tolist() for i in range(8)]
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("keep_kv", [True, False])
+def test_a_prompt_is_not_shared_across_a_load(sharing, keep_kv):
+    engine = sharing.engine
+    engine.load(sharing.weights[0], PolicyVersion(step=next(VERSIONS)))
+    crowd = [request(f"r{i}", (1, 4 + i, 9), n=8, seed=64 * i, tokens=4) for i in range(7)]
+    engine.add([*crowd, request(n=16, tokens=6)])
+    assert engine.step() == []
+    assert engine.occupancy().num_waiting == 8, "the leader and seven others have entered"
+    later = PolicyVersion(step=next(VERSIONS))
+    engine.load(sharing.weights[1], later, keep_kv=keep_kv)
+    made = finish(engine)["a"]
+    steps = np.split(made.versions.per_token_steps(), 16)
+    assert [row.tolist().count(later.step) for row in steps] == [5] * 8 + [6] * 8
+    for tokens, logprobs in list(zip(rows(made), rows(made, "logprobs"), strict=True))[8:]:
+        wanted = sharing.logprobs(1, [*PROMPT, *tokens])[len(PROMPT) - 1 :]
+        assert logprobs == pytest.approx(wanted, abs=1e-5)
+    assert engine.num_families() == 0
+
+
+@pytest.mark.stack
+def test_rows_that_wait_may_share_with_one_that_is_further_or_be_cut(sharing):
+    engine = sharing.engine
+    engine.load(sharing.weights[0], PolicyVersion(step=next(VERSIONS)))
+    made = generate(engine, *(request(f"r{i}", (1, 4 + i, 9), n=8, seed=64 * i, tokens=2) for i in range(7)),
+                    request("a", n=16, tokens=6))["a"]  # fmt: skip
+    for tokens, logprobs in zip(rows(made), rows(made, "logprobs"), strict=True):
+        assert logprobs == pytest.approx(sharing.logprobs(0, [*PROMPT, *tokens])[len(PROMPT) - 1 :], abs=1e-5)
+    engine.add([request(f"r{i}", n=64, seed=64 * i, tokens=5) for i in range(2)])
+    engine.step()
+    cut = engine.cut(["r0", "r1"])
+    assert [each.completions.lengths.tolist() for each in cut] == [[1] * 64, [0] * 64]
+    assert engine.num_families() == engine.num_unfinished() == 0
+
+
+@pytest.mark.stack
+def test_shared_prompts_stand_rows_that_lose_their_kv(sharing, engine_child, tmp_path):
+    folder = without_end(make_model(tmp_path / "model"))  # the first weights of `sharing`
+    engine = engine_child.build("tests.backends:vllm_engine", str(folder), kv_cache_bytes=1 << 20)
+    engine.load(sharing.weights[0], PolicyVersion(step=next(VERSIONS)))
+    crowd = [request(f"r{i}", PROMPT[: 3 + i], n=8, seed=64 * i, tokens=90) for i in range(5)]
+    made = generate(engine, *crowd)
+    assert engine.occupancy().num_preemptions > 0
+    assert engine.num_families() == 0
+    for i in range(5):
+        for tokens, logprobs in zip(rows(made[f"r{i}"]), rows(made[f"r{i}"], "logprobs"), strict=True):
+            wanted = sharing.logprobs(0, [*PROMPT[: 3 + i], *tokens])[2 + i :]
+            assert logprobs == pytest.approx(wanted, abs=1e-5)
 
 
 def assert_serves(engine, weights):

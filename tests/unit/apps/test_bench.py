@@ -18,6 +18,7 @@ from forge_async.apps.bench.figures import (
     unaccounted_fraction,
 )
 from forge_async.apps.bench.output import Report, as_json, machine, print_table, table, write_json
+from forge_async.apps.bench.overlap import SAME_WORK
 from forge_async.apps.bench.processes import CpuLog
 from forge_async.apps.bench.runs import FinishedRun, run_process
 from forge_async.apps.bench.trl_environment import fingerprint
@@ -249,13 +250,29 @@ def trl_result(step_s):
 
 
 def test_trl_is_compared_by_the_fastest_of_its_cases():
-    assert trl.our_cases([1, 2]) == [(0, 1), (0, 2), (2, 1)]
-    ours = {(0, 1): [finished(0.4)], (2, 1): [finished(0.2, bound=2)]}
-    report = trl.report({1: [trl_result(0.5)], 2: [trl_result(0.4)]}, ours)
-    assert [r["case"] for r in report.rows] == ["trl", "trl/threads=2", "ours/S=0", "ours/S=2"]
-    assert [r["ratio"] for r in report.rows] == pytest.approx([0.8, 1.0, 1.0, 2.0])
-    assert [r["step_s"] for r in report.rows] == pytest.approx([0.5, 0.4, 0.4, 0.2])
-    assert report.rows[2]["startup_s"] == 20.0
+    times = dict(zip(trl.our_cases([1, 2], groups_per_step=64), (0.4, 0.38, 0.32, 0.2), strict=True))
+    ours = {case: [finished(step_s, bound=case.bound)] for case, step_s in times.items()}
+    theirs = dict(zip(trl.trl_cases([1, 2], groups_per_step=64), (0.5, 0.44, 0.4), strict=True))
+    report = trl.report({case: [trl_result(step_s)] for case, step_s in theirs.items()}, ours)
+    assert [r["case"] for r in report.rows] == [
+        "trl", "trl/threads=2", "trl/processes=2", "ours/S=0", "ours/S=0/threads=2", "ours/S=0/processes=2", "ours/S=2",
+    ]  # fmt: skip
+    assert [r["ratio"] for r in report.rows] == pytest.approx([0.8, 0.4 / 0.44, 1.0, 1.0, 0.4 / 0.38, 1.25, 2.0])
+    assert [r["step_s"] for r in report.rows] == pytest.approx([0.5, 0.44, 0.4, 0.4, 0.38, 0.32, 0.2])
+    assert report.rows[3]["startup_s"] == 20.0
+
+
+@pytest.mark.parametrize(("threads", "groups", "processes"), [([1], 64, []), ([1, 6], 64, [4]), ([2, 3], 6, [2, 3])])
+def test_both_sides_get_as_many_processes_as_threads_where_they_can_share_a_step(threads, groups, processes):
+    cases = trl.our_cases(threads, groups)
+    assert [case.processes for case in trl.trl_cases(threads, groups) if case.processes > 1] == processes
+    assert [case.processes for case in cases if case.processes > 1] == processes
+    for case in cases:
+        words = (f"groups_per_step={groups}", *SAME_WORK, *case.words())
+        config, _ = load(words)
+        assert config.learner.ranks == config.policy.replicas == case.processes
+        assert config.learner.threads == config.policy.threads == case.threads
+        assert config.asynchrony.max_staleness == case.bound
 
 
 def test_trl_is_given_the_same_work(monkeypatch, tmp_path):

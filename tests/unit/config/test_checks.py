@@ -156,6 +156,11 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
         ["policy.quantize=int8 with async.correction=none", "async.correction=token_is"],
     ),
     (p.routing_is_seen, {"policy.keep_routing": True, "policy.compile": True}, ["policy.compile=true", "leave one"]),
+    (
+        p.routing_is_seen,
+        {"policy.keep_routing": True, "policy.tensor_parallel": 2},
+        ["policy.keep_routing=true", "policy.tensor_parallel=2", "leave one"],
+    ),
     (c.batch_divides, {"learner.ranks": 3}, ["groups_per_step=64", "learner.ranks=3", "groups_per_step=66"]),
     (c.group_has_baseline, {"group_size": 1}, ["group_size=1", "advantage.scale=group_std", "group_size=2"]),
     (

@@ -114,6 +114,11 @@ def test_an_unreadable_config_is_refused(tmp_path: Path, text: str | None, word:
         ({}, {"policy.max_model_tokens": 512}, ["policy.max_model_tokens=512", "max_position_embeddings=256"]),
         ({}, {"learner.tensor_parallel": 3}, ["learner.tensor_parallel=3", "2 attention heads"]),
         (
+            {"intermediate_size": 193},
+            {"policy.tensor_parallel": 2},
+            ["policy.tensor_parallel=2 does not divide the model's intermediate_size=193"],
+        ),
+        (
             {"num_attention_heads": 6, "num_key_value_heads": 3},
             {"policy.tensor_parallel": 2},
             ["policy.tensor_parallel=2", "3 key-value heads"],
@@ -122,7 +127,12 @@ def test_an_unreadable_config_is_refused(tmp_path: Path, text: str | None, word:
         ({}, {"policy.keep_routing": True}, ["policy.keep_routing=true", "a dense qwen3", "leave it out"]),
         ({}, {"learner.expert_parallel": 2}, ["learner.expert_parallel=2", "a dense qwen3"]),
         (EXPERTS, {"learner.expert_parallel": 3}, ["learner.expert_parallel=3", "8 experts"]),
-        (EXPERTS, {"policy.tensor_parallel": 2}, ["policy.tensor_parallel=2", "mixtures of experts"]),
+        (
+            EXPERTS | {"moe_intermediate_size": 33},
+            {"policy.tensor_parallel": 2},
+            ["policy.tensor_parallel=2", "moe_intermediate_size=33", "policy.tensor_parallel=1"],
+        ),
+        (EXPERTS | {"num_experts": 1}, {"policy.tensor_parallel": 2}, ["policy.tensor_parallel=2", "num_experts=1"]),
         (EXPERTS, {"learner.tensor_parallel": 2}, ["learner.tensor_parallel=2", "mixtures of experts"]),
         (EXPERTS, {"policy.quantize": "int8"}, ["policy.quantize=int8", "use policy.quantize=none"]),
         (EXPERTS, {"learner.compile": True}, ["learner.compile=true", "use learner.compile=false"]),
