@@ -63,8 +63,10 @@ class KeptStore:
     def serve(self, learner: ActorHandle, policy: Service) -> KeptStore:
         """Say who publishes and who pulls; both were given `handle`. From now on a store that dies is replaced.
 
-        Returns this object.
+        Returns this object. Raises ForgeError when that was said before: it is kept for one learner and one policy.
         """
+        if self._keeping is not None:
+            raise ForgeError(f"{self.handle.name} serves others already; start another KeptStore for these.")
         self._learner, self._policy = learner, policy
         self._keeping = asyncio.ensure_future(self._keeper.run(self._fill))
         before_stop_all.append(self._let_go)

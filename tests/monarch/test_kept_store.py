@@ -72,6 +72,8 @@ async def test_a_store_that_was_shut_down_is_not_replaced() -> None:
     store = await KeptStore.start(WeightsSettings())
     nobody = Service(Reader.options(mesh_name="policy"), (), {})
     pid = store.serve(store.handle, nobody).handle.pids[0]
+    with pytest.raises(ForgeError, match=r"^store serves others already; start another KeptStore for these\.$"):
+        store.serve(store.handle, nobody)
     await store.shutdown()
     with pytest.raises(ActorDiedError, match=r"^store was shut down\.$"):
         await store.publish(PolicyVersion(step=1))
