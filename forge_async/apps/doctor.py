@@ -46,6 +46,12 @@ def _main(options: argparse.Namespace) -> int:
     folder = resolve_model(config)
     check_before_start(config, folder)
     say_one_process(config, ENGINE, LEARNER)
+    if config.policy.quantize != "none":
+        print(
+            f"policy.quantize={config.policy.quantize} is left out here, since it changes what the engine computes; "
+            "`bench quantize` and the metric weights/probe_gap say by how much.",
+            file=sys.stderr,
+        )
     tolerance = options.tolerance or default_tolerance(config, read_shape(folder).num_parameters)
     print(f"comparing policy, learner and transformers on {folder} ...", flush=True)
     found, num_tokens = compare(plan_of(config, folder))
@@ -89,7 +95,7 @@ def plan_of(config: Config, folder: Path) -> ParityPlan:
         folder=folder,
         prompts=[prompt.token_ids for prompt in prompts],
         sampling=dataclasses.replace(sampling, max_new_tokens=min(MAX_NEW_TOKENS, sampling.max_new_tokens)),
-        policy=dataclasses.replace(config.policy, tensor_parallel=1),
+        policy=dataclasses.replace(config.policy, tensor_parallel=1, quantize="none"),
         learner=dataclasses.replace(config.learner, ranks=1, tensor_parallel=1, expert_parallel=1),
         seed=config.root.seed,
         timeout_s=config.run.start_timeout_s,

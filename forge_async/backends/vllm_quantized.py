@@ -25,9 +25,9 @@ NARROW = 63.0
 SMALL = 8
 """Whole numbers up to this are exact in every format, and their products with a row add up exactly in float32."""
 TOLERANCES = {"torch.float32": 1e-5, "torch.float16": 2**-9, "torch.bfloat16": 2**-7}
-"""Largest difference of a product that passes, as a part of the layer's largest one: a few roundings."""
+"""Largest difference of a product that passes, as a part of it: a few roundings."""
 FP8_TOLERANCE = 1e-2
-"""Kernels for fp8 add up in fewer bits than float32 has."""
+"""The same for fp8, as a part of the layer's largest product: its kernels add up in fewer bits than float32 has."""
 
 
 def engine_arguments(quantize: str) -> dict[str, Any]:
@@ -127,7 +127,8 @@ class QuantizedLayers:
         """bool [rows]: whether a layer gives these products, float32 [2, rows], for `_small_rows`."""
         given = _small_rows(layer.input_size_per_partition, self._given).to(right.device, self._dtype)
         found = layer.scheme.apply_weights(layer, given, None).float()
-        return ((found - right).abs() <= self._tolerance * right.abs().max()).all(dim=0)
+        size = right.abs() if self._is_int8 else right.abs().max()
+        return ((found - right).abs() <= self._tolerance * size).all(dim=0)
 
     def _is_exact(self) -> bool:
         """Whether the largest products add up as they should."""

@@ -96,12 +96,16 @@ def test_of_a_fused_layer_the_part_that_is_wrong_is_named(engine, subject, part)
     assert engine.first_wrong(engine.sealed) == name
 
 
-def test_one_changed_number_of_a_layer_is_found(engine, subject):
-    name = "model.layers.0.mlp.down_proj.weight"
-    changed = subject.weights[0][name].clone()
-    largest = changed[5].abs().argmax()
-    changed[5, largest] *= -1
-    engine.replace_layer("model.layers.0.mlp.down_proj", subject.weights[0] | {name: changed})
+@pytest.mark.parametrize("size", [1.0, 1e-6], ids=["as it is", "in a row of small weights"])
+def test_one_changed_number_of_a_layer_is_found(engine, subject, size):
+    name, path = "model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.down_proj"
+    loaded = subject.weights[0][name].clone()
+    loaded[5] *= size
+    engine.load(subject.weights[0] | {name: loaded}, PolicyVersion(step=next(VERSIONS)))
+    assert engine.first_wrong(engine.sealed) == ""
+    changed = loaded.clone()
+    changed[5, changed[5].abs().argmax()] *= -1
+    engine.replace_layer(path, subject.weights[0] | {name: changed})
     assert engine.first_wrong(engine.sealed) == name
 
 

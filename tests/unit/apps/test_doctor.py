@@ -24,6 +24,15 @@ def run_with(monkeypatch: pytest.MonkeyPatch, folder: Path, largest: float, *wor
     return doctor.main(["parity", f"model.path={fake_model(folder)}", *words])
 
 
+def test_a_quantised_engine_is_compared_without_it_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
+) -> None:
+    assert run_with(monkeypatch, tmp_path, 4e-6, "policy.quantize=int8") == 0
+    assert "policy.quantize=int8 is left out here" in capsys.readouterr().err
+    config = Config().replace({"task.name": "sum", "policy.quantize": "int8"})
+    assert plan_of(config, fake_model(tmp_path / "b")).policy.quantize == "none"
+
+
 @pytest.mark.parametrize(
     ("largest", "words", "code", "verdict"),
     [
