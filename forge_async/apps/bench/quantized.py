@@ -90,7 +90,7 @@ def _load(folder: Path, dtype: str, step: int) -> tuple[float, float]:
     from safetensors.torch import load_file
 
     weights = {
-        name: tensor.to(getattr(torch, dtype))
+        name: tensor.to(getattr(torch, dtype), copy=True)  # out of the file, of which pages would be read in the pause
         for path in sorted(folder.glob("*.safetensors"))
         for name, tensor in load_file(path).items()
     }
