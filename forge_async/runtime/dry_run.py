@@ -163,6 +163,7 @@ def _rows(config: Config, shape: ModelShape | None) -> list[Row]:
     copies, tensor = learner.ranks // learner.tensor_parallel, learner.tensor_parallel
     meshes = (("FSDP2", copies), ("tensor parallelism", tensor))
     mesh = "".join(f"{kind} over {_times(ranks, 'rank')}, " for kind, ranks in meshes if ranks > 1)
+    layers = "" if policy.quantize == "none" else f", linear layers in {policy.quantize}"
     ranks = f"{policy.tensor_parallel} ranks to an engine, " if policy.tensor_parallel > 1 else ""
     return [
         Row(kind="controller", number=1, where="here", what="the loops", num_bytes=sizes["controller"]),
@@ -178,7 +179,7 @@ def _rows(config: Config, shape: ModelShape | None) -> list[Row]:
             kind="policy",
             number=policy.replicas * policy.tensor_parallel,
             where=_place(config, "policy"),
-            what=f"vLLM, {ranks}{policy.dtype}{', a GPU each' if gpu else ''}",
+            what=f"vLLM, {ranks}{policy.dtype}{layers}{', a GPU each' if gpu else ''}",
             num_bytes=sizes["policy"],
         ),
         Row(

@@ -40,6 +40,12 @@ def test_placement_names_every_process_with_its_number(tmp_path: Path) -> None:
     assert all(line(text, kind) for kind in ("controller", "store", "replay"))
 
 
+def test_a_quantised_engine_is_told(tmp_path: Path) -> None:
+    assert "vLLM, float32, linear layers in int8 " in line(
+        describe(tiny(tmp_path, **{"policy.quantize": "int8"})), "policy"
+    )
+
+
 def test_a_reference_service_is_placed_by_itself(tmp_path: Path) -> None:
     text = describe(tiny(tmp_path, **{"objective.kl_weight": 0.1, "reference.placement": "service"}))
     assert line(text, "reference").split()[:3] == ["reference", "1", "here"] and "reference, read only" in text
