@@ -161,7 +161,7 @@ class KeptStore:
         for notify in self.on_restart:
             try:
                 notify(restart)
-            except Exception:
+            except Exception:  # a user's function: whatever it raises is told, and the store is there all the same
                 log.exception("A callback in on_restart of %s raised; the store serves all the same.", self.handle.name)
 
     def _let_go(self) -> None:

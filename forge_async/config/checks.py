@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from forge_async.config.checks_disk import DISK_CHECKS
 from forge_async.config.checks_job import JOB_CHECKS
-from forge_async.config.checks_policy import POLICY_CHECKS
+from forge_async.config.checks_policy import POLICY_CHECKS, round_up
 from forge_async.config.presets import PRESETS
 from forge_async.config.schema import Config
 from forge_async.core.errors import ConfigError
@@ -80,7 +80,7 @@ def updates_go_round(config: Config) -> str | None:
     if updates % parts:
         return (
             f"learner.updates_per_batch={updates} is no multiple of learner.mini_batches={parts}; "
-            f"use learner.updates_per_batch={-(-updates // parts) * parts}."
+            f"use learner.updates_per_batch={round_up(updates, parts)}."
         )
     if parts > config.root.groups_per_step:
         return (
@@ -198,7 +198,7 @@ def batch_divides(config: Config) -> str | None:
     if ranks and groups % ranks:
         return (
             f"groups_per_step={groups} cannot be shared equally by learner.ranks={config.learner.ranks}; "
-            f"use a multiple of {ranks}, such as groups_per_step={_round_up(groups, ranks)}."
+            f"use a multiple of {ranks}, such as groups_per_step={round_up(groups, ranks)}."
         )
     return None
 
@@ -296,7 +296,3 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     end_is_chosen,
 )
 """Checks of combinations, in the order in which they are told."""
-
-
-def _round_up(number: int, unit: int) -> int:
-    return -(-number // unit) * unit

@@ -71,7 +71,7 @@ def completion_fits(config: Config) -> str | None:
     if new >= most:
         return (
             f"sampling.max_new_tokens={new} leaves no room for a prompt in policy.max_model_tokens={most}; "
-            f"use policy.max_model_tokens={_round_up(2 * new, 32)} or so."
+            f"use policy.max_model_tokens={round_up(2 * new, 32)} or so."
         )
     return None
 
@@ -99,7 +99,7 @@ def block_fits(config: Config) -> str | None:
     block, on_gpu = config.policy.block_tokens, config.job.gpus_per_host > 0
     unit, machine = (16, "a GPU") if on_gpu else (32, "CPU")
     if block % unit:
-        remedy = f"use policy.block_tokens={_round_up(block, unit)}."
+        remedy = f"use policy.block_tokens={round_up(block, unit)}."
         return f"policy.block_tokens={block} is no multiple of {unit}, as {machine} needs it; {remedy}"
     return None
 
@@ -138,5 +138,6 @@ POLICY_CHECKS: tuple[Callable[[Config], str | None], ...] = (
 """In the order in which they are told."""
 
 
-def _round_up(number: int, unit: int) -> int:
+def round_up(number: int, unit: int) -> int:
+    """The next multiple of `unit` from `number` on, to be named as a remedy."""
     return -(-number // unit) * unit
