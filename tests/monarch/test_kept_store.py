@@ -23,6 +23,10 @@ async def kill(pid: int, watch) -> None:
     await asyncio.wait_for(watch.wait_for_death(), 10)
 
 
+def fail(restart: StoreRestart) -> None:
+    raise ValueError("a user's callback, which is not to stop the others, nor the store")
+
+
 async def test_a_store_that_dies_is_replaced_and_has_the_newest_version_until_it_may_not_be() -> None:
     store = await KeptStore.start(WeightsSettings(store_restarts=2))
     learner, policy = await asyncio.gather(
@@ -32,7 +36,7 @@ async def test_a_store_that_dies_is_replaced_and_has_the_newest_version_until_it
     with pytest.raises(ForgeError, match="serves nobody yet"):
         await store.publish(PolicyVersion(step=1))
     told: asyncio.Queue[StoreRestart] = asyncio.Queue()
-    store.on_restart.append(told.put_nowait)
+    store.on_restart += [fail, told.put_nowait]
     assert store.serve(learner, policy) is store
     for step in (1, 2):
         await store.publish(PolicyVersion(step=step))
