@@ -129,28 +129,24 @@ class VersionRuns(Compact):
             lengths=lengths[keep].astype(np.int32), steps=self.steps[keep], incarnations=self.incarnations[keep]
         )
 
-    def behind_prompts(self, rows: np.ndarray, num_prompt: int) -> VersionRuns:
-        """Put `num_prompt` tokens that nobody sampled before each row of the axis.
+    def behind_prompts(self, rows: np.ndarray, num_prompt: int | np.ndarray) -> VersionRuns:
+        """Put tokens that nobody sampled before each row of the axis.
 
         Args:
             rows: int [N], tokens of each row; all of the axis.
-            num_prompt: tokens to insert before each row, 1 or more.
+            num_prompt: tokens to insert before each row, 1 or more; int [N] where they differ.
         """
-        if len(self.lengths) == 1:  # what one version made, as most groups are: the rows are its pieces
-            lengths, runs = rows[rows > 0], np.zeros(np.count_nonzero(rows), dtype=np.int64)
-            before = np.cumsum(rows > 0) - (rows > 0)
-        else:
-            run_ends, row_ends = np.cumsum(self.lengths, dtype=np.int64), np.cumsum(rows, dtype=np.int64)
-            ends = np.union1d(run_ends, row_ends)
-            ends = ends[ends > 0]
-            lengths, runs = np.diff(ends, prepend=0), np.searchsorted(run_ends, ends)
-            before = np.searchsorted(ends, row_ends - rows, side="right")
+        run_ends, row_ends = np.cumsum(self.lengths, dtype=np.int64), np.cumsum(rows, dtype=np.int64)
+        ends = np.union1d(run_ends, row_ends)
+        ends = ends[ends > 0]
+        lengths, runs = np.diff(ends, prepend=0), np.searchsorted(run_ends, ends)
+        before = np.searchsorted(ends, row_ends - rows, side="right")
         sampled = np.ones(len(lengths) + len(rows), dtype=bool)
         sampled[before + np.arange(len(rows))] = False  # an empty row has its prompt and nothing after it
 
-        def spread(values: np.ndarray, at_prompts: int) -> np.ndarray:
-            column = np.full(len(sampled), at_prompts, dtype=np.int32)
-            column[sampled] = values
+        def spread(values: np.ndarray, at_prompts: int | np.ndarray) -> np.ndarray:
+            column = np.empty(len(sampled), dtype=np.int32)
+            column[sampled], column[~sampled] = values, at_prompts
             return column
 
         return VersionRuns(

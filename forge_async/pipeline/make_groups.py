@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from forge_async.core.errors import RequestRefusedError
-from forge_async.core.records import Completions, Group, Prompt
+from forge_async.core.records import Completions, Group, Prompt, Samples, bounds
 from forge_async.core.rng import request_seed
 from forge_async.pipeline.collecting import collected
 from forge_async.pipeline.ports import Admission, PolicyClient
@@ -25,11 +25,11 @@ from forge_async.pipeline.reference_scores import Reference, with_reference_scor
 from forge_async.policy.ports import GenerationRequest, GenerationResult, Sampling
 from forge_async.policy.rows import completions_of, rows_of
 from forge_async.prompt.ports import PromptSource, Renderer
-from forge_async.reward.advantages import is_zero_variance, rollout_advantages, shaped_rewards
+from forge_async.reward.advantages import Judged, judged
 from forge_async.reward.ports import RewardCall, RewardPool
 from forge_async.reward.settings import AdvantageSettings
 from forge_async.rollout.oversize import SampleLimit
-from forge_async.rollout.samples import samples_of_turn
+from forge_async.rollout.samples import samples_of_turns
 from forge_async.rollout.settings import RolloutSettings
 
 Generated = Callable[[Sequence[tuple[int, int]]], Awaitable[Any]]
@@ -231,9 +231,19 @@ class GroupMaker:
         self._stats.groups += len(finished)
         self._stats.spans.append(("score", "work", generated_s, scored_s - generated_s))
         rows = np.split(rewards, np.cumsum([len(group_texts) for group_texts in texts])[:-1])
+        whole = [each.whole for each in finished]
+        found = judged(
+            rows,
+            [each.lengths for each in whole],
+            [each.truncated for each in whole],
+            self._sampling.max_new_tokens,
+            self._advantage,
+        )
+        prompts = [each.prompt.token_ids for each in finished]
+        samples = samples_of_turns(prompts, whole, [each.advantages for each in found])
         return [
-            self._group(each, row, group_texts, generated_s, scored_s)
-            for each, row, group_texts in zip(finished, rows, texts, strict=True)
+            self._group(*each, generated_s, scored_s)
+            for each in zip(finished, rows, found, samples, texts, strict=True)
         ]
 
     async def _with_reference_scores(self, made: Sequence[MadeGroup]) -> Sequence[MadeGroup]:
@@ -253,27 +263,32 @@ class GroupMaker:
 
     def _decode(self, groups: Sequence[Completions]) -> list[tuple[str, ...]]:
         """The texts of each group's completions, without their stop tokens."""
-        stop, rows = set(self._sampling.stop_token_ids), list[list[int]]()
-        for completions in groups:
-            tokens, edges = completions.token_ids.tolist(), completions.bounds().tolist()
-            rows += [[token for token in tokens[a:b] if token not in stop] for a, b in pairwise(edges)]
-        texts = iter(self._renderer.decode_many(rows))
+        tokens = np.concatenate([completions.token_ids for completions in groups])
+        text = ~np.isin(tokens, self._sampling.stop_token_ids)
+        ends = bounds(np.concatenate([completions.lengths for completions in groups]))
+        edges, kept = bounds(text)[ends].tolist(), tokens[text].tolist()
+        texts = iter(self._renderer.decode_many([kept[a:b] for a, b in pairwise(edges)]))
         return [tuple(islice(texts, len(completions.lengths))) for completions in groups]
 
     def _group(
-        self, asked: _Asked, rewards: np.ndarray, texts: tuple[str, ...], generated_s: float, scored_s: float
+        self,
+        asked: _Asked,
+        rewards: np.ndarray,
+        found: Judged,
+        whole: Samples,
+        texts: tuple[str, ...],
+        generated_s: float,
+        scored_s: float,
     ) -> MadeGroup:
         completions = asked.whole
-        shaped = shaped_rewards(rewards, completions.lengths, self._sampling.max_new_tokens, self._advantage)
-        drop = self._advantage.zero_variance == "refill" and is_zero_variance(shaped)
+        drop = self._advantage.zero_variance == "refill" and found.zero_variance
         reason = "zero_variance" if drop else ""
-        advantages = rollout_advantages(shaped, completions.truncated, self._advantage)
-        whole = samples_of_turn(asked.prompt.token_ids, completions, advantages)
         samples = self._limit.applied(whole)
         if samples is None:
             samples, reason = whole, "oversize"
         self._stats.num_oversize += self._limit.num_oversize(whole)
-        self._stats.num_unknown_tokens += len(completions.token_ids) - whole.num_loss_tokens
+        if whole.kept_set is not None:
+            self._stats.num_unknown_tokens += len(completions.token_ids) - whole.num_loss_tokens
         return MadeGroup(
             admission=asked.admission,
             group=Group(

@@ -65,11 +65,14 @@ def test_the_oldest_step_is_the_smallest_that_was_sampled(each):
     assert coded(each).oldest_step() == (min(sampled) if sampled else None)
 
 
-@given(st.lists(tokens, max_size=6), st.integers(1, 4))
+@given(st.lists(tokens, max_size=6), st.integers(1, 4) | st.lists(st.integers(1, 4), min_size=6, max_size=6))
 def test_prompts_are_put_before_each_row(rows, num_prompt):
     axis = coded([token for row in rows for token in row])
-    prompt = [(NOT_SAMPLED, 0)] * num_prompt
-    spread = axis.behind_prompts(np.array([len(row) for row in rows], dtype=np.int32), num_prompt)
-    assert expanded(spread) == [token for row in rows for token in (*prompt, *row)]
+    each = [num_prompt] * len(rows) if isinstance(num_prompt, int) else num_prompt[: len(rows)]
+    given = num_prompt if isinstance(num_prompt, int) else np.array(each, dtype=np.int32)
+    spread = axis.behind_prompts(np.array([len(row) for row in rows], dtype=np.int32), given)
+    assert expanded(spread) == [
+        token for row, num in zip(rows, each, strict=True) for token in ([(NOT_SAMPLED, 0)] * num) + list(row)
+    ]
     assert (spread.lengths > 0).all()
     assert spread.lengths.dtype == spread.steps.dtype == spread.incarnations.dtype == "int32"

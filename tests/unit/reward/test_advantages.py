@@ -10,6 +10,7 @@ from forge_async.reward.advantages import (
     STD_EPSILON,
     group_advantages,
     is_zero_variance,
+    judged,
     overlong_penalty,
     process_advantages,
     rollout_advantages,
@@ -135,3 +136,26 @@ def test_an_unknown_scale_is_refused():
         group_advantages(np.array([0.0, 1.0]), "batch_std")
     with pytest.raises(ConfigError, match="advantage.baseline=mean is not one of group_mean, leave_one_out, none"):
         group_advantages(np.array([0.0, 1.0]), baseline="mean")
+
+
+@given(st.lists(groups, max_size=8), st.data())
+def test_groups_are_judged_together_as_they_are_alone(rewards, data):
+    words = {
+        "scale": data.draw(scales),
+        "baseline": data.draw(st.sampled_from(["group_mean", "leave_one_out", "none"])),
+    }
+    settings = AdvantageSettings(
+        **words,
+        unbiased=data.draw(st.booleans()),
+        truncated=data.draw(st.sampled_from(["keep", "zero"])),
+        overlong_tokens=data.draw(st.sampled_from([0, 4])),
+    )
+    lengths = [np.arange(len(each)) % 12 for each in rewards]
+    truncated = [np.arange(len(each)) % 3 == 1 for each in rewards]
+    found = judged(rewards, lengths, truncated, 12, settings)
+    assert len(found) == len(rewards)
+    for one, each, tokens, cut in zip(found, rewards, lengths, truncated, strict=True):
+        shaped = shaped_rewards(each, tokens, 12, settings)
+        assert one.advantages.dtype == np.float32
+        assert one.advantages.tolist() == rollout_advantages(shaped, cut, settings).tolist()
+        assert one.zero_variance == is_zero_variance(shaped)
