@@ -18,6 +18,7 @@ import numpy as np
 from forge_async.actors.engine_ranks import OwnRanks
 from forge_async.actors.forge_actor import ActorHandle, ForgeActor, Hosts, concurrent_endpoint
 from forge_async.core.clock import within
+from forge_async.core.compact import Records
 from forge_async.core.errors import ForgeError, PolicyError
 from forge_async.core.versions import PolicyVersion
 from forge_async.learner.settings import LoraSettings
@@ -143,7 +144,7 @@ class PolicyActor(ForgeActor):
                 f"{self._name} serves {self._served or 'no version yet'}, but version {min_step} is asked for: publish "
                 "it, and have the policy pull it, before prompts are admitted."
             )
-        return await self._service.generate(requests)
+        return Records(await self._service.generate(requests))
 
     @concurrent_endpoint
     async def submit(self, requests: Sequence[GenerationRequest]) -> int:
@@ -164,7 +165,7 @@ class PolicyActor(ForgeActor):
             raise
         if done:
             self._tickets.pop(ticket, None)
-        return results, done
+        return Records(results), done
 
     @concurrent_endpoint
     async def cut(self, ticket: int, ids: Sequence[str] | None = None) -> list[GenerationResult]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from forge_async.actors.forge_actor import ForgeActor, concurrent_endpoint
+from forge_async.core.compact import Records
 from forge_async.core.records import Group
 from forge_async.core.versions import PolicyVersion
 from forge_async.learner.batch import Share, split_batch
@@ -76,7 +77,7 @@ class ReplayActor(ForgeActor):
         Raises StallError after `deadline_s` seconds, saying what stands in the way, unless the steps to come need no
         more groups: then the wait goes on until the last step is done.
         """
-        return await self._replay.admit(replica, max_groups, deadline_s)
+        return Records(await self._replay.admit(replica, max_groups, deadline_s))
 
     @concurrent_endpoint
     async def generated(self, tries: Sequence[tuple[int, int]]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forge_async.actors.forge_actor import ActorHandle, ForgeActor, concurrent_endpoint
+from forge_async.core.compact import Records
 from forge_async.core.errors import ForgeError
 from forge_async.core.records import Group, Prompt, Samples
 from forge_async.observe.process_stats import own_stats
@@ -118,7 +119,8 @@ class RolloutActor(ForgeActor):
         """Make groups on a replica, hand them over as they are done, and return a small record of each."""
         if self._replay is None:
             raise ForgeError("The rollout worker is not connected.")
-        return await make_and_hand_over(self._maker, admissions, self._replicas[replica], replica, self._replay)
+        policy = self._replicas[replica]
+        return Records(await make_and_hand_over(self._maker, admissions, policy, replica, self._replay))
 
     @concurrent_endpoint
     async def evaluate(self, num_prompts: int, replica: str, name: str) -> EvalScores | None:
@@ -159,7 +161,7 @@ class _RemotePolicy:
         self._handle = handle
 
     async def submit(self, requests: Sequence[GenerationRequest]) -> int:
-        return await self._handle.submit.call_one(requests)
+        return await self._handle.submit.call_one(Records(requests))
 
     async def collect(self, ticket: int, linger_s: float) -> tuple[list[GenerationResult], bool]:
         return await self._handle.collect.call_one(ticket, linger_s)
@@ -193,7 +195,7 @@ class _RemoteSink:
             await self._handle.generated.call_one(tries)
 
     async def put(self, groups: Sequence[Group]) -> None:
-        await self._handle.put.call_one(groups)
+        await self._handle.put.call_one(Records(groups))
 
     async def end(self, index: int, outcome: str, reason: str, attempt: int) -> None:
         await self._handle.end.call_one(index, outcome, reason, attempt)

@@ -19,6 +19,7 @@ from forge_async.actors.replay_actor import ReplayActor
 from forge_async.actors.rollout_actor import RolloutActor, RolloutPlan
 from forge_async.actors.store_actor import StoreActor
 from forge_async.config.schema import Config
+from forge_async.core.compact import Records
 from forge_async.core.versions import PolicyVersion
 from forge_async.learner.layout import Layout
 from forge_async.pipeline.ports import Admission, EvalScores, GroupRecord, LearnerStep, Pull, ReplicaStats, WorkerReport
@@ -57,7 +58,7 @@ class RemoteWorkers:
         self._turn = itertools.cycle(handles)
 
     async def make(self, admissions: Sequence[Admission], replica: str) -> list[GroupRecord]:
-        return await next(self._turn).make.call_one(admissions, replica)
+        return await next(self._turn).make.call_one(Records(admissions), replica)
 
     async def evaluate(self, num_prompts: int, replica: str, name: str) -> EvalScores | None:
         worker = self._handles[0]
