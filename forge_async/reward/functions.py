@@ -11,6 +11,10 @@ from forge_async.core.errors import ConfigError
 from forge_async.core.user_code import load_callable
 
 
+OWN_NAMES = frozenset({"prompt", "completion", "truncated"})
+"""What every call is offered beside the prompt's data."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFunction:
     """A loaded function `score(completion, ...)` and what its signature says."""
@@ -27,11 +31,11 @@ class RewardFunction:
     def arguments(self, prompt: str, completion: str, data: Mapping[str, Any], truncated: bool) -> dict[str, Any]:
         """Keyword arguments of one call: what the function accepts of the prompt's data and our three own names."""
         offered = {**data, "prompt": prompt, "completion": completion, "truncated": truncated}
-        return offered if self.accepts is None else {key: offered[key] for key in offered if key in self.accepts}
+        return offered if self.accepts is None else {key: offered[key] for key in self.accepts if key in offered}
 
     def missing(self, data: Mapping[str, Any]) -> list[str]:
         """Required parameters that neither `data` nor our own names provide."""
-        return sorted(self.required - data.keys() - {"prompt", "completion", "truncated"})
+        return [] if self.required <= OWN_NAMES | data.keys() else sorted(self.required - OWN_NAMES - data.keys())
 
 
 def load_function(reference: str) -> RewardFunction:

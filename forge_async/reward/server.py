@@ -184,6 +184,8 @@ def bind(function: RewardFunction, call: Call) -> dict[str, Any]:
 
 def as_number(result: Any) -> tuple[float | None, str, str]:
     """(value, kind, text) of what the function returned: a finite number, or why it is not one."""
+    if type(result) is float and math.isfinite(result):
+        return result, "", ""
     shown = f"it returned {type(result).__name__} {str(result)[:80]!r}; return a finite float."
     if isinstance(result, (str, bytes)) or not hasattr(result, "__float__"):
         return None, "not_a_number", shown

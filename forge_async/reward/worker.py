@@ -172,7 +172,11 @@ class RewardWorker:
         limit_s = self._settings.timeout_s + self._settings.slack_s
         now_s = asyncio.get_running_loop().time
         async with asyncio.timeout(limit_s) as deadline:
-            await self._send([(call.prompt, call.completion, dict(call.data), call.truncated) for call in calls])
+            # The calls of a group have one and the same data, which pickle then writes once.
+            data = [call.data if type(call.data) is dict else dict(call.data) for call in calls]
+            await self._send(
+                [(call.prompt, call.completion, each, call.truncated) for call, each in zip(calls, data, strict=True)]
+            )
             while waiting:
                 for payload in await self._receive():
                     for number, *rest in json.loads(payload):
