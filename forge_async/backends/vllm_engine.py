@@ -24,6 +24,7 @@ from forge_async.backends.hf_renderer import HfRenderer
 from forge_async.backends.vllm_adapter import AdapterSlots, adapters_of, engine_arguments
 from forge_async.backends.vllm_alone import alone
 from forge_async.backends.vllm_inside import Inside
+from forge_async.backends.vllm_outputs import ABORT, LENGTH, Finished, Outputs, Row
 from forge_async.backends.vllm_places import Places
 from forge_async.backends.vllm_process import prepare
 from forge_async.backends.vllm_prompts import sharing
@@ -78,10 +79,10 @@ class VllmEngine:
         on_cpu = prepare(settings.compile, threads=settings.threads, keeps_routing=settings.keep_routing)
         from vllm import EngineArgs, LLMEngine
         from vllm.exceptions import VLLMError
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
+        from vllm.sampling_params import SamplingParams
 
         self.import_s = time.perf_counter() - begun
-        self._params_class, self._final_only = SamplingParams, RequestOutputKind.FINAL_ONLY
+        self._params_class = SamplingParams
         self._refusals = (ValueError, VLLMError)
         arguments = _arguments(model_folder, settings, seed, on_cpu) | engine_arguments(lora, adapters_held, on_cpu)
         if settings.quantize != "none" and (ranks or lora):
@@ -97,6 +98,7 @@ class VllmEngine:
         else:
             self._engine, self._ranks = build_on_ranks(ranks, arguments)
         self.build_s = time.perf_counter() - begun - self.import_s
+        self._outputs = Outputs(self._engine)
         self._inside = Inside(self._engine, draws_on_cpu=on_cpu and ranks is None)
         self._slots = AdapterSlots(self._inside.model_runner(), lora, adapters_held, version) if lora else None
         self.versions_held = adapters_held
@@ -117,7 +119,7 @@ class VllmEngine:
             self._quantized = QuantizedLayers(model, settings.quantize, self._engine.model_config.dtype)
             self.sealed = self._quantized.names
         self._places = None if model is None else Places(model, self.sealed)
-        self._routing = RoutingRecorder(self._engine) if settings.keep_routing else None
+        self._routing = RoutingRecorder(self._engine, self._outputs) if settings.keep_routing else None
 
     def add(self, requests: Sequence[GenerationRequest]) -> dict[str, str]:
         refused: dict[str, str] = {}
@@ -127,7 +129,7 @@ class VllmEngine:
                 if self._routing:
                     self._routing.expect(request.id, len(request.prompt_token_ids))
                 if request.sampling.stop_strings:
-                    self._inside.watch(request.id, lambda request=request: self._watcher(request))
+                    self._outputs.watch(request.id, lambda request=request: self._watcher(request))
             except self._refusals as error:
                 refused[request.id] = str(error)
                 self._left(request.id)
@@ -137,9 +139,7 @@ class VllmEngine:
         self._refuse_torn()
         finished, self._finished = self._finished, []
         if self._engine.has_unfinished_requests():
-            finished += [
-                self._result(output.request_id, output.outputs) for output in self._engine.step() if output.finished
-            ]
+            finished += [self._result(each.id, each.rows) for each in self._step()]
         return finished
 
     def cut(self, ids: Iterable[str]) -> list[GenerationResult]:
@@ -149,7 +149,7 @@ class VllmEngine:
         if self._routing:
             for id in wanted:
                 self._routing.hold(id)
-        return results + [self._result(id, rows) for id in wanted if (rows := self._inside.end(id))]
+        return results + [self._result(id, rows) for id in wanted if (rows := self._outputs.end(id))]
 
     def num_unfinished(self) -> int:
         return self._engine.get_num_unfinished_requests() + len(self._finished)
@@ -217,7 +217,6 @@ class VllmEngine:
 
     def score(self, token_ids: np.ndarray) -> np.ndarray:
         self._refuse_torn()
-        ids = token_ids.tolist()
         params = self._params_class(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)
         # A salt of its own: log-probabilities of a prompt are only given for what is computed, not for cached blocks.
         scheduler: Any = self._engine.engine_core.engine_core.scheduler  # pyright: ignore[reportAttributeAccessIssue]
@@ -229,18 +228,21 @@ class VllmEngine:
         while scored is None:  # there was no room beside the KV of the others, of which some must end first
             scored = self._step_and_score()
         self._left("score")
-        rows = scored.prompt_logprobs or []
-        return np.array([row[token].logprob for row, token in zip(rows[1:], ids[1:], strict=True)], dtype=np.float32)
+        return scored.prompt_logprobs
 
-    def _step_and_score(self) -> Any:
-        """vLLM's output of the request "score" if this step ends it; what else it ends is kept for `step`."""
-        scored: Any = None
-        for output in self._engine.step():
-            if output.finished and output.request_id == "score":
-                scored = output
-            elif output.finished:
-                self._finished.append(self._result(output.request_id, output.outputs))
+    def _step_and_score(self) -> Finished | None:
+        """The request "score" if this step ends it; what else it ends is kept for `step`."""
+        scored: Finished | None = None
+        for each in self._step():
+            if each.id == "score":
+                scored = each
+            else:
+                self._finished.append(self._result(each.id, each.rows))
         return scored
+
+    def _step(self) -> list[Finished]:
+        finished: Any = self._engine.step()  # of `self._outputs`, whatever vLLM says of its own
+        return finished
 
     def occupancy(self) -> Occupancy:
         return self._inside.occupancy()
@@ -288,9 +290,7 @@ class VllmEngine:
             ignore_eos=False,
             # Those that were left out have a log-probability of -inf, so the likeliest tell which were kept.
             logprobs=min(sampling.top_k + TIED_TOKENS, self._vocab_size) if sampling.records_kept_sets else 0,
-            flat_logprobs=sampling.records_kept_sets,
             detokenize=False,
-            output_kind=self._final_only,
             skip_clone=True,  # made for this request alone
         )
 
@@ -301,9 +301,8 @@ class VllmEngine:
         given = request.prompt_token_ids[len(request.prompt_token_ids) - request.num_given :]
         return StopWatcher(self._renderer.decode, request.sampling.stop_strings, given.tolist())
 
-    def _result(self, id: str, outputs: Any) -> GenerationResult:
-        """Turn vLLM's outputs of one request into columns."""
-        rows = sorted(outputs, key=lambda row: row.index)
+    def _result(self, id: str, rows: Sequence[Row]) -> GenerationResult:
+        """The columns of one request's rows."""
         lengths = np.array([len(row.token_ids) for row in rows], dtype=np.int32)
         logprobs, kept_set = _logprobs(rows, self._vocab_size)
         last = self._left(id)
@@ -312,11 +311,11 @@ class VllmEngine:
             id=id,
             completions=Completions(
                 lengths=lengths,
-                token_ids=np.concatenate([np.asarray(row.token_ids, dtype=np.int32) for row in rows]),
+                token_ids=np.array([token for row in rows for token in row.token_ids], dtype=np.int32),
                 logprobs=logprobs,
                 versions=VersionRuns.of(run for row in rows for run in _runs(row, last)),
-                truncated=np.array([row.finish_reason == "length" for row in rows]),
-                cut=np.array([row.finish_reason == "abort" for row in rows]),
+                truncated=np.array([row.reason == LENGTH for row in rows]),
+                cut=np.array([row.reason == ABORT for row in rows]),
                 kept_set=kept_set,
                 routed_experts=routed,
             ),
@@ -354,29 +353,27 @@ def _arguments(model_folder: str, settings: PolicySettings, seed: int, on_cpu: b
     }
 
 
-def _logprobs(rows: Sequence[Any], vocab_size: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """float32 [T], log-probabilities in vLLM's outputs, and int32 [T, K], kept sets where they were asked for."""
-    if isinstance(rows[0].logprobs, list):
-        entries = [entry[token] for row in rows for token, entry in zip(row.token_ids, row.logprobs, strict=True)]
-        return np.array([entry.logprob for entry in entries], dtype=np.float32), None
-    # Of each place the sampled token, then the likeliest ones.
-    flat = np.array([id for row in rows for id in row.logprobs.token_ids], dtype=np.int32)
-    num_tokens = sum(len(row.token_ids) for row in rows)
-    ids = flat.reshape(num_tokens, len(flat) // num_tokens if num_tokens else 2)
-    logprobs = np.array([x for row in rows for x in row.logprobs.logprobs], dtype=np.float32).reshape(ids.shape)
-    whole = ids.shape[1] == vocab_size + 1
-    return logprobs[:, 0].copy(), kept_sets.from_logprobs(ids[:, 1:], logprobs[:, 1:], is_whole=whole)
+def _logprobs(rows: Sequence[Row], vocab_size: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """float32 [T], log-probabilities of the tokens, and int32 [T, K], kept sets where the likeliest were asked for."""
+    logprobs = np.array([logprob for row in rows for logprob in row.logprobs], dtype=np.float32)
+    num_likeliest = rows[0].num_likeliest
+    if not num_likeliest:
+        return logprobs, None
+    nothing = np.zeros((0, 1 + num_likeliest))
+    ids, theirs = (
+        np.concatenate([nothing.astype(dtype), *(each[column] for row in rows for each in row.likeliest)])
+        for column, dtype in enumerate((np.int32, np.float32))
+    )
+    return logprobs, kept_sets.from_logprobs(ids[:, 1:], theirs[:, 1:], is_whole=num_likeliest == vocab_size)
 
 
 _parsed = functools.lru_cache(maxsize=64)(PolicyVersion.parse)
 """Most rows of a step name the same versions."""
 
 
-def _runs(row: Any, last: PolicyVersion | None) -> Iterator[tuple[int, int, int]]:
+def _runs(row: Row, last: PolicyVersion | None) -> Iterator[tuple[int, int, int]]:
     """(tokens, step, incarnation) of each version; `last`: the newest that served the row, later ones did not."""
-    if not row.weight_versions and row.token_ids:
-        raise PolicyError("vLLM returned tokens without the version that made them.")
-    for span in row.weight_versions:
-        version = _parsed(span.version)
+    for label, num_tokens in row.versions():
+        version = _parsed(label)
         version = version if last is None else min(version, last)
-        yield span.end - span.start, version.step, version.incarnation
+        yield num_tokens, version.step, version.incarnation

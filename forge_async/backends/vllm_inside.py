@@ -1,4 +1,4 @@
-"""What vLLM offers no public way to: parts of its in-process scheduler and output processor, touched here alone.
+"""What vLLM offers no public way to: parts of its in-process scheduler, touched here alone.
 
 Written against vLLM 0.32. The prefix cache finds a block by a hash that is chained over the request's blocks, with the
 request's salt in the first one (`Request.block_hashes`, `cache_salt`): whoever changes the head of the chain decides
@@ -7,12 +7,10 @@ what a request may find, and under which name its future blocks are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from forge_async.backends.vllm_seeds import SeedsAhead
 from forge_async.policy.ports import Occupancy
-from forge_async.policy.stop_strings import StopWatcher
 
 
 class Inside:
@@ -24,11 +22,7 @@ class Inside:
         Args:
             draws_on_cpu: whether tokens are drawn in this process, on a CPU.
         """
-        from vllm.v1.engine import FinishReason
-
-        self._engine, self._processor = engine, engine.output_processor
-        self._scheduler = engine.engine_core.engine_core.scheduler
-        self._aborted = FinishReason.ABORT
+        self._engine, self._scheduler = engine, engine.engine_core.engine_core.scheduler
         self._num_preemptions = 0
         self._count_preemptions()
         if draws_on_cpu:
@@ -60,28 +54,6 @@ class Inside:
         self._engine.reset_prefix_cache(reset_running_requests=True)
         self._num_preemptions = before  # these were not for want of room
         return num_tokens
-
-    def end(self, id: str) -> list[Any]:
-        """End a request; returns vLLM's outputs of its rows, finished or not, or nothing when it holds none."""
-        states = [self._processor.request_states[inner] for inner in self._processor.external_req_ids.get(id, ())]
-        if not states:
-            return []
-        parent = states[0].parent_req
-        rows = [row for row in (parent.output_aggregator if parent else ()) if row is not None]
-        rows += [state._new_completion_output([], self._aborted, None) for state in states]
-        # By the inner id: by the outer one vLLM would keep the parent of several rows for ever.
-        self._engine.abort_request([parent.request_id if parent else states[0].request_id], internal=True)
-        return rows
-
-    def watch(self, id: str, make: Callable[[], StopWatcher]) -> None:
-        """Have each completion of a request that has just entered watched for stop strings.
-
-        vLLM asks a completion's detokenizer after each token whether it ends there. This one makes no text, it only
-        keeps the tokens; the watcher answers for it.
-        """
-        for inner in self._processor.external_req_ids[id]:
-            detokenizer, watcher = self._processor.request_states[inner].detokenizer, make()
-            detokenizer.update = _watched(detokenizer.update, watcher)
 
     def model_runner(self) -> Any:
         """What runs the model, in this process."""
@@ -129,11 +101,3 @@ class Inside:
             return allocate(request, num_new_tokens, *args, num_lookahead_tokens=num_lookahead_tokens, **kwargs)
 
         manager.allocate_slots = spared
-
-
-def _watched(update: Callable[[list[int], bool], Any], watcher: StopWatcher) -> Callable[[list[int], bool], str | None]:
-    def watched(new_token_ids: list[int], stop_terminated: bool) -> str | None:
-        update(new_token_ids, stop_terminated)
-        return watcher.completed_by(new_token_ids)
-
-    return watched

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from forge_async.backends.vllm_outputs import Outputs
 from forge_async.core import routing
 from forge_async.core.errors import PolicyError
 
@@ -20,7 +21,7 @@ from forge_async.core.errors import PolicyError
 class RoutingRecorder:
     """Records for one LLMEngine whose core runs in this process, and tells it by request."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, outputs: Outputs) -> None:
         """Watch the engine's routers. Raises PolicyError for a model without experts, or an engine that hides them."""
         runner = engine.model_executor.driver_worker.worker.model_runner
         routers = [module.router for module in runner.model.modules() if hasattr(module, "router")]
@@ -30,7 +31,7 @@ class RoutingRecorder:
             raise PolicyError("policy.keep_routing=true: this vLLM does not show which experts a token takes.")
         cache, first = engine.vllm_config.cache_config, routers[0]
         self._runner, self._scheduler = runner, engine.engine_core.engine_core.scheduler
-        self._processor, self._block_tokens = engine.output_processor, cache.block_size
+        self._outputs, self._block_tokens = outputs, cache.block_size
         nothing = np.zeros((0, len(routers), first.top_k), routing.dtype_for(first.global_num_experts))
         self._by_slot = routing.unknown(cache.num_gpu_blocks * cache.block_size, nothing)
         """[slots of the KV cache, layers, experts a token]."""
@@ -46,7 +47,7 @@ class RoutingRecorder:
 
     def expect(self, id: str, num_prompt: int) -> None:
         """Record for a request that has just entered, with so many tokens of prompt."""
-        self._rows[id] = num_prompt, list(self._processor.external_req_ids[id])
+        self._rows[id] = num_prompt, self._outputs.row_ids(id)
 
     def hold(self, id: str) -> None:
         """Keep what a request's rows have now: they are about to be ended."""

@@ -10,7 +10,6 @@ from typing import Any
 from forge_async.core.errors import ConfigError
 from forge_async.core.user_code import load_callable
 
-
 OWN_NAMES = frozenset({"prompt", "completion", "truncated"})
 """What every call is offered beside the prompt's data."""
 
