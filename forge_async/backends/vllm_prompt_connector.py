@@ -31,6 +31,9 @@ class PromptConnector(KVConnectorBase_V1):
     vLLM has one for each of the two, and the worker's serves all engines of a process: it keeps nothing of an engine.
     """
 
+    asks_for_blocks = False
+    """Whether `request_finished` does anything with the blocks of the request."""
+
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._wanted = bool(vllm_config.kv_transfer_config.kv_connector_extra_config["shares"])
