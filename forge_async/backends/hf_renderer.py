@@ -23,6 +23,8 @@ CHARACTERS = "".join(map(chr, range(32, 127)))
 """What the character tokenizer can express; character i has token id i + 3."""
 GENERIC_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast"}
 """Tokenizer classes that are whole in tokenizer.json; loading them directly spares AutoTokenizer's import of torch."""
+PLAIN_MODULES = ["transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"]
+"""Where transformers itself defines how a fast tokenizer encodes; a class of a model's own may do more."""
 
 
 class HfRenderer:
@@ -41,6 +43,7 @@ class HfRenderer:
         self._model = str(model)
         self._folder = _find_folder(self._model)
         self._tokenizer: Any = _load_tokenizer(self._model, self._folder)
+        self._encoder = _encoder_of(self._tokenizer)
         self._vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self._check_vocabulary()
         self._stop_token_ids = self._find_stop_tokens()
@@ -106,7 +109,10 @@ class HfRenderer:
 
     def _encode(self, text: str, *, special: bool) -> np.ndarray:
         try:
-            ids = self._tokenizer(text, add_special_tokens=special).input_ids
+            if self._encoder is None:
+                ids = self._tokenizer(text, add_special_tokens=special).input_ids
+            else:
+                ids = self._encoder.encode(text, add_special_tokens=special).ids
         except Exception as error:  # noqa: BLE001  the tokenizers library raises plain Exception
             unknown = sorted(set(text) - self._tokenizer.get_vocab().keys())[:5]
             what = f", such as {', '.join(map(repr, unknown))}" if unknown else ""
@@ -168,6 +174,16 @@ def _load_tokenizer(model: str, folder: Path) -> PreTrainedTokenizerBase:
         raise _missing(error) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"model.path={model} has no readable tokenizer: {_brief(error)}") from error
+
+
+def _encoder_of(tokenizer: Any) -> Any:
+    """What encodes text underneath a tokenizer that adds nothing of its own, at a quarter of the time; else None."""
+    kind, encoder = type(tokenizer), getattr(tokenizer, "backend_tokenizer", None)
+    ways = [getattr(kind, name, None) for name in ("__call__", "_encode_plus")]
+    if encoder is None or [getattr(way, "__module__", "") for way in ways] != PLAIN_MODULES:
+        return None
+    tokenizer("", add_special_tokens=False)  # sets it to neither pad nor truncate, whatever its file says
+    return encoder
 
 
 def _find_folder(model: str) -> Path:

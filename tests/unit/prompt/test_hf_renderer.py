@@ -19,6 +19,7 @@ from forge_async.backends.hf_renderer import (
     PAD_ID,
     SPECIAL,
     HfRenderer,
+    _encoder_of,
     write_char_tokenizer,
 )
 
@@ -51,6 +52,37 @@ def chat_folder(tmp_path):
 def test_every_printable_text_survives_encoding(renderer, text):
     assert renderer.decode(renderer.encode(text)) == text
     assert renderer.decode(renderer.render(text)) == text
+
+
+@given(st.text(alphabet=CHARACTERS) | st.lists(st.sampled_from(["<eos>", "<pad>", "[UNK]", " a"])).map("".join))
+def test_token_ids_are_those_that_transformers_gives(renderer, text):
+    assert renderer._encoder is not None
+    assert renderer.encode(text).tolist() == renderer._tokenizer(text, add_special_tokens=False).input_ids
+    assert renderer.render(text).tolist() == renderer._tokenizer(text).input_ids
+
+
+def test_padding_and_truncation_of_the_tokenizers_file_are_not_for_prompts(tmp_path):
+    write_char_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    padding = {
+        "strategy": {"Fixed": 9},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": PAD_ID,
+        "pad_type_id": 0,
+        "pad_token": SPECIAL[PAD_ID],
+    }
+    truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"padding": padding, "truncation": truncation}))
+    assert len(HfRenderer(tmp_path).encode("abcd")) == 4
+
+
+@pytest.mark.parametrize("name", ["__call__", "_encode_plus"])
+def test_a_tokenizer_with_a_way_of_its_own_encodes_in_that_way(renderer, name):
+    kind = type(renderer._tokenizer)
+    assert _encoder_of(renderer._tokenizer) is not None
+    own = type("Own", (kind,), {name: lambda self, *args, **kwargs: None})
+    assert _encoder_of(own.__new__(own)) is None
 
 
 @pytest.mark.parametrize("text", ["  a   b  ", " ", "n't , . !", "<eos><pad></s>", "[UNK]"])
