@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -136,13 +137,9 @@ class Samples(Compact):
 
     def oldest_steps(self) -> np.ndarray:
         """int32 [N], the step of each sample's oldest sampled token; the largest int32 where nothing was sampled."""
-        if not len(self):
-            return np.zeros(0, dtype=np.int32)
-        runs = np.where(self.versions.steps < 0, _NO_STEP, self.versions.steps)
-        starts = np.cumsum(self.lengths) - self.lengths
-        return np.minimum.reduceat(np.repeat(runs, self.versions.lengths), starts)
+        return oldest_steps([self])[0]
 
-    def select(self, rows: Sequence[int]) -> Samples:
+    def select(self, rows: Sequence[int] | np.ndarray) -> Samples:
         """The samples of `rows`, in that order."""
         chosen = np.asarray(rows, dtype=np.int64)
         if np.array_equal(chosen, np.arange(len(self))):
@@ -195,6 +192,18 @@ class Group(Compact):
         return int(self.samples.oldest_steps().min())
 
 
+def oldest_steps(parts: Sequence[Samples]) -> list[np.ndarray]:
+    """`Samples.oldest_steps` of each part, worked out of all together: it takes no longer for many than for one."""
+    edges = list(accumulate((len(part) for part in parts), initial=0))
+    if not edges[-1]:
+        return [np.zeros(0, np.int32) for _ in parts]
+    lengths = np.concatenate([part.lengths for part in parts])
+    steps = np.concatenate([part.versions.steps for part in parts])
+    per_token = np.repeat(np.where(steps < 0, _NO_STEP, steps), np.concatenate([p.versions.lengths for p in parts]))
+    oldest = np.minimum.reduceat(per_token, np.cumsum(lengths) - lengths)
+    return [oldest[start:stop] for start, stop in pairwise(edges)]
+
+
 def bounds(lengths: np.ndarray) -> np.ndarray:
     """int64 [N + 1], the start of each of N rows laid end to end, and the end of the last."""
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
@@ -202,10 +211,9 @@ def bounds(lengths: np.ndarray) -> np.ndarray:
 
 def _concat_optional(parts: Sequence[Samples]) -> dict[str, Any]:
     """The optional columns but for the kept set, whose rows differ in width."""
-    columns = [part.optional_columns() for part in parts]
     found = {}
     for name in OPTIONAL_COLUMNS[1:]:
-        present = [of_part[name] for of_part in columns if name in of_part]
+        present = [column for part in parts if (column := getattr(part, name)) is not None]
         if present and len(present) != len(parts):
             raise ForgeError(f"Samples with and without {name} cannot be laid together: record it for all or for none.")
         if present:

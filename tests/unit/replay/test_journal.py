@@ -7,6 +7,8 @@ import os
 import threading
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from forge_async.core.errors import ConfigError, ForgeError
 from forge_async.core.records import PromptId
@@ -43,6 +45,39 @@ def test_every_kind_of_event_survives_the_file(tmp_path) -> None:
     journal.close()
     assert list(Journal.read(path)) == ALL_KINDS
     assert {type(event) for event in ALL_KINDS} == set(ev.Event.__args__)
+
+
+def test_a_line_is_what_other_readers_were_promised() -> None:
+    lines = [
+        r'"admitted","index":0,"prompt_id":["a:\"\u00fc\\b",1,2],"num_tokens":7,"fresh":true',
+        r'"bound_set","max_staleness":3',
+        r'"started","index":0,"replica":"r","step":0',
+        r'"requeued","index":0,"reason":"too_old"',
+        r'"ready","index":0,"num_tokens":9,"oldest_step":0',
+        r'"discarded","index":0,"reason":"old"',
+        r'"ended","index":0,"outcome":"filtered","reason":"zero_variance"',
+        r'"taken","step":0,"indices":[0, 1]',
+        r'"trained","step":0',
+        r'"published","step":1',
+        r'"replica_joined","replica":"r","step":0',
+        r'"replica_left","replica":"r","made":[0, 2]',
+        r'"pulled","replica":"r","step":1',
+        r'"restored","step":1,"incarnation":1,"num_attempts":3,"failed_tries":[[4, 1], [6, 2]],"fresh_lane":false',
+        r'"closed","reason":"done"',
+    ]
+    assert [ev.to_line(event) for event in ALL_KINDS] == ['{"schema":1,"event":' + line + "}" for line in lines]
+
+
+@given(st.text(), st.text(), st.integers(), st.booleans())
+def test_any_text_and_number_is_written_as_json_writes_it(text: str, other: str, number: int, yes: bool) -> None:
+    ended = ev.Ended(index=number, outcome=text, reason=other)
+    assert ev.to_line(ended) == (
+        f'{{"schema":1,"event":"ended","index":{number},"outcome":{json.dumps(text)},"reason":{json.dumps(other)}}}'
+    )
+    prompt = PromptId(source=text, epoch=number, index=1)
+    admitted = ev.Admitted(index=0, prompt_id=prompt, num_tokens=number, fresh=yes)
+    assert json.loads(ev.to_line(admitted))["fresh"] is yes
+    assert all(ev.from_json(json.loads(ev.to_line(event))) == event for event in (ended, admitted))
 
 
 def test_a_journal_has_one_writer(tmp_path) -> None:
