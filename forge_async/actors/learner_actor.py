@@ -213,8 +213,8 @@ class LearnerActor(ForgeActor):
     async def stage(self, version: PolicyVersion) -> None:
         """Put this rank's shards of a snapshot into the store. Call on all ranks.
 
-        What was staged last may be staged again, in another store. A learner of one rank leaves it to `commit`, which
-        then puts shards and manifest in one call to the store.
+        What was staged last may be staged again, in another store. With one rank it need not be called: `commit` puts
+        shards and manifest in one call to the store.
         """
         await self._weights.stage(version)
 
@@ -243,7 +243,7 @@ class LearnerActor(ForgeActor):
 
     @concurrent_endpoint
     async def commit(self, version: PolicyVersion) -> Committed:
-        """Make a version readable, after every rank has staged it. Called on one rank."""
+        """Make a version readable, after every rank has staged it. Called on one rank; the only one stages it too."""
         manifest = await self._weights.commit(version)
         return Committed(
             num_bytes=manifest.stored_bytes,

@@ -132,6 +132,10 @@ class WeightPlane:
         staged = StagedPart(part_id=part.id, digests=hashed, coding=coding)
         return staged, items | {f"{version}/part/{part.rank}": staged}
 
+    def has_staged(self, version: PolicyVersion) -> bool:
+        """Whether it is what was put from here last."""
+        return any(staged == version for staged, _ in self._staged.values())
+
     def _note_staged(self, version: PolicyVersion, part: Part, blob: Any, staged: StagedPart) -> None:
         self._put_parts.add(part.id)
         self._staged[part.rank] = (version, staged)
