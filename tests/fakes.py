@@ -326,10 +326,12 @@ class MemoryStore:
 
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    async def put(self, items: Mapping[str, Any]) -> None:
+    async def put(self, items: Mapping[str, Any], forget: Sequence[str] = ()) -> None:
         for key, value in items.items():
             await self._operate("put", key)
             self.data[key] = _copied(value)
+        for prefix in forget:
+            await self.delete(prefix)
 
     @contextlib.asynccontextmanager
     async def reading(self, keys: Sequence[str]):
@@ -549,6 +551,8 @@ class FakeLearnerMesh:
         self.store: list[PolicyVersion] = []
         """Readable versions."""
         self.retired: list[PolicyVersion] = []
+        """By calls of their own."""
+        self.retired_with_commit: list[PolicyVersion] = []
         self.deltas = False
         """Whether versions after the first are deltas to it."""
         self.restaged: list[PolicyVersion] = []
@@ -574,9 +578,12 @@ class FakeLearnerMesh:
     async def restage(self, version: PolicyVersion) -> None:
         self.restaged.append(version)
 
-    async def commit(self, version: PolicyVersion) -> Committed:
+    async def commit(self, version: PolicyVersion, retire: Sequence[PolicyVersion] = ()) -> Committed:
         whole = version in self.restaged or not self.deltas or not self.store
         self.store = [*(each for each in self.store if each != version), version]
+        for old in retire:
+            self.store.remove(old)
+            self.retired_with_commit.append(old)
         if whole:
             return Committed(num_bytes=8)
         return Committed(num_bytes=2, needs=frozenset(self.store[:1]), num_elements=4, num_changed=1)

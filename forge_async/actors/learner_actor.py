@@ -242,9 +242,12 @@ class LearnerActor(ForgeActor):
         await self._weights.plane.restage(version)
 
     @concurrent_endpoint
-    async def commit(self, version: PolicyVersion) -> Committed:
-        """Make a version readable, after every rank has staged it. Called on one rank; the only one stages it too."""
-        manifest = await self._weights.commit(version)
+    async def commit(self, version: PolicyVersion, retire: Sequence[PolicyVersion] = ()) -> Committed:
+        """Make a version readable, after every rank has staged it, then delete those of `retire`.
+
+        Called on one rank; the only one stages it too.
+        """
+        manifest = await self._weights.commit(version, retire)
         return Committed(
             num_bytes=manifest.stored_bytes,
             needs=manifest.needs,

@@ -34,7 +34,8 @@ from forge_async.weights.reading import check_served, reading_weights
 from forge_async.weights.settings import WeightsSettings
 
 if TYPE_CHECKING:
-    from forge_async.weights.plane import ReadReport, WeightPlane
+    from forge_async.weights.plane import WeightPlane
+    from forge_async.weights.records import ReadReport
 
 
 log = logging.getLogger(__name__)

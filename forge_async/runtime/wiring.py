@@ -122,8 +122,8 @@ class RemoteLearner:
     async def restage(self, version: PolicyVersion) -> None:
         await self._handle.restage.call(version, timeout_s=self._weights_timeout_s)
 
-    async def commit(self, version: PolicyVersion) -> Committed:
-        return await self._first.commit.call_one(version, timeout_s=self._weights_timeout_s)
+    async def commit(self, version: PolicyVersion, retire: Sequence[PolicyVersion] = ()) -> Committed:
+        return await self._first.commit.call_one(version, retire, timeout_s=self._weights_timeout_s)
 
     async def retire(self, version: PolicyVersion) -> None:
         await self._first.retire.call_one(version, timeout_s=self._weights_timeout_s)

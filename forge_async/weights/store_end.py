@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from forge_async.core.versions import PolicyVersion
@@ -54,9 +54,9 @@ class StoreEnd:
         else:
             self._unpublished = (version, packed)
 
-    async def commit(self, version: PolicyVersion) -> Manifest:
-        """Make a version readable that all ranks have staged. Called on one rank, which stages it itself if it is the
-        only one. Raises LearnerError when there is no such snapshot."""
+    async def commit(self, version: PolicyVersion, retire: Sequence[PolicyVersion] = ()) -> Manifest:
+        """Make a version readable that all ranks have staged, then delete those of `retire`. Called on one rank, which
+        stages it itself if it is the only one. Raises LearnerError when there is no such snapshot."""
         if self._num_ranks == 1 and not self._is_staged(version):
             await self.stage(version)
         # Kept until a later one is committed: a version may be staged and committed once more.
@@ -64,9 +64,9 @@ class StoreEnd:
         base = self._builds_on.get(version, "")
         probe = self._snapshots.probe(version)
         if self._unpublished is None or self._unpublished[0] != version:
-            return await self.plane.commit(version, self._num_ranks, base, probe)
+            return await self.plane.commit(version, self._num_ranks, base, probe, retire)
         (_, packed), self._unpublished = self._unpublished, None
-        return await self.plane.publish(version, *packed, base, probe)
+        return await self.plane.publish(version, *packed, base, probe, retire)
 
     async def close(self) -> None:
         """Leave the store. What is under way fails."""

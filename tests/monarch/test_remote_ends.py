@@ -44,6 +44,6 @@ def learner_of(num_ranks: int) -> tuple[RemoteLearner, list[Any]]:
 async def test_a_learner_of_one_rank_is_not_asked_to_stage_what_it_commits(num_ranks: int) -> None:
     learner, calls = learner_of(num_ranks)
     await learner.stage(VERSION)
-    assert await learner.commit(VERSION) == Committed(num_bytes=8)
+    assert await learner.commit(VERSION, [PolicyVersion(step=1)]) == Committed(num_bytes=8)
     staging = [("all", "stage", VERSION)] if num_ranks > 1 else []
-    assert calls == [*staging, ("rank 0", "commit", VERSION)]
+    assert calls == [*staging, ("rank 0", "commit", VERSION, [PolicyVersion(step=1)])]

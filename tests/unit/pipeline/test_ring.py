@@ -164,7 +164,7 @@ async def test_a_loop_that_fails_ends_the_others_and_is_the_cause(failure, error
 async def test_a_failed_publication_is_the_cause():
     world = World(max_staleness=2)
 
-    async def fail(manifest):
+    async def fail(version, retire):
         raise PolicyError("the store is gone")
 
     world.learner.commit, commit = fail, world.learner.commit
@@ -173,11 +173,11 @@ async def test_a_failed_publication_is_the_cause():
     world.learner.commit = commit
     committed = []
 
-    async def fail_later(manifest):
-        committed.append(manifest)
+    async def fail_later(version, retire):
+        committed.append(version)
         if len(committed) == 3:
             raise PolicyError("the store is gone")
-        return await commit(manifest)
+        return await commit(version, retire)
 
     world = World(max_staleness=2)
     world.learner.commit, commit = fail_later, world.learner.commit
