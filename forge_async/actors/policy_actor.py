@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
 import itertools
 import logging
 import os
@@ -326,9 +325,6 @@ class PolicyActor(ForgeActor):
             adapters_held=self._adapters_held,
         )
         self._built = {"import_s": engine.import_s, "build_s": engine.build_s}
-        # What start-up left behind stays for good: without this the collector walks it every few engine steps.
-        gc.collect()
-        gc.freeze()
         return engine
 
 
