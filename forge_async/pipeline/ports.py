@@ -183,18 +183,20 @@ class EvalScores:
 class PolicyClient(Protocol):
     """One policy replica, from the side of whoever wants tokens."""
 
-    async def submit(self, requests: Sequence[GenerationRequest]) -> int:
-        """Queue requests together and return a ticket to collect them with."""
+    async def submit(
+        self, ticket: str, requests: Sequence[GenerationRequest], linger_s: float
+    ) -> tuple[list[GenerationResult], bool]:
+        """Queue requests that belong together, under a name unlike any other's, and `collect` the first that finish."""
         ...
 
-    async def collect(self, ticket: int, linger_s: float) -> tuple[list[GenerationResult], bool]:
-        """Finished requests of the ticket (at least one), and whether none is left."""
+    async def collect(self, ticket: str, linger_s: float) -> tuple[list[GenerationResult], bool]:
+        """Finished requests of the ticket (at least one, unless none is left), and whether none is left."""
         ...
 
-    async def cut(self, ticket: int) -> list[GenerationResult]:
+    async def cut(self, ticket: str) -> list[GenerationResult]:
         """End what is unfinished now, and return what was not collected: finished rows whole, others marked as cut.
 
-        A `collect` that still waits returns without them.
+        A `collect` that still waits returns without them. A submission that has not arrived returns what is cut then.
         """
         ...
 
