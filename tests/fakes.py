@@ -462,7 +462,7 @@ class FakeReplay:
     """Admission in order under the bound of Law 2 with W = 1, batches of the oldest P groups; waits end after 5 s."""
 
     def __init__(self, groups_per_step: int, max_staleness: int, first_step: int = 0) -> None:
-        self._groups_per_step, self._max_staleness = groups_per_step, max_staleness
+        self._groups_per_step, self._max_staleness, self._first_step = groups_per_step, max_staleness, first_step
         self._changed = asyncio.Condition()
         self._serves: dict[str, int] = {}
         self._num_admitted, self._closed = first_step * groups_per_step, False
@@ -492,6 +492,7 @@ class FakeReplay:
         await self._notify()
 
     async def take(self, step: int) -> list[int]:
+        await self.trained(step - 1)
         start = step * self._groups_per_step
         batch = list(range(start, start + self._groups_per_step))
         await self._until(lambda: all(index in self._made for index in batch), f"the batch of step {step}")
@@ -501,9 +502,10 @@ class FakeReplay:
         return batch
 
     async def trained(self, step: int) -> None:
-        self.trained_steps.append(step)
+        self.trained_steps += range(len(self.trained_steps) + self._first_step, step + 1)
 
     async def published(self, step: int) -> None:
+        await self.trained(step - 1)
         self.published_steps.append(step)
 
     async def pulled(self, replica: str, step: int) -> None:

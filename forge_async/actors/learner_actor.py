@@ -295,7 +295,8 @@ class LearnerActor(ForgeActor):
     async def _take_share(self, step: int, deadline_s: float) -> tuple[Share, dict[str, Any]]:
         if self._replay is None:
             raise LearnerError("The learner is not connected to the replay actor.")
-        return await self._replay.take_share.call_one(step, self._rank.batch_rank, self._rank.batch_ranks, deadline_s)
+        rank, take = self._rank, self._replay.take_share
+        return await take.call_one(step, rank.batch_rank, rank.batch_ranks, deadline_s, rank.version.step)
 
     async def _join(self, store_handle: bytes) -> None:
         from forge_async.backends.weight_stores import open_plane, open_writing_plane

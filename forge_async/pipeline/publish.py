@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from forge_async.core.errors import DeltaError, one_sentence
@@ -59,21 +59,17 @@ class Publisher:
         self._committing = asyncio.Lock()
         """Held while a version is staged and committed, until all who should know of it do."""
 
-    async def publish(self, version: PolicyVersion, trained: Awaitable[None] | None = None) -> Publication:
+    async def publish(self, version: PolicyVersion) -> Publication:
         """Make a snapshotted version readable, then delete what nobody needs any more.
 
         What can be said before to be superseded by it is deleted in the same call; who asks for that meanwhile is given
         a newer version. The rest, which somebody read until then or which it alone supersedes, is deleted after it.
-
-        `trained` ends when the replay actor knows of the step that made it; None: it does, or there was none.
         """
         started_s = self._now_s()
         async with self._committing:
             superseded = self._retention.take_deletable(coming=1)
             number, committed = await self._store.through(lambda: self._put(version, superseded))
             duration_s = self._now_s() - started_s
-            if trained is not None:
-                await trained
             await self._replay.published(version.step)
             await self._note(number, version, committed)
         for old in self._retention.take_deletable():
