@@ -326,10 +326,12 @@ class MemoryStore:
 
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    async def put(self, items: Mapping[str, Any]) -> None:
+    async def put(self, items: Mapping[str, Any], forget: Sequence[str] = ()) -> None:
         for key, value in items.items():
             await self._operate("put", key)
             self.data[key] = _copied(value)
+        for prefix in forget:
+            await self.delete(prefix)
 
     @contextlib.asynccontextmanager
     async def reading(self, keys: Sequence[str]):
@@ -460,7 +462,7 @@ class FakeReplay:
     """Admission in order under the bound of Law 2 with W = 1, batches of the oldest P groups; waits end after 5 s."""
 
     def __init__(self, groups_per_step: int, max_staleness: int, first_step: int = 0) -> None:
-        self._groups_per_step, self._max_staleness = groups_per_step, max_staleness
+        self._groups_per_step, self._max_staleness, self._first_step = groups_per_step, max_staleness, first_step
         self._changed = asyncio.Condition()
         self._serves: dict[str, int] = {}
         self._num_admitted, self._closed = first_step * groups_per_step, False
@@ -490,6 +492,7 @@ class FakeReplay:
         await self._notify()
 
     async def take(self, step: int) -> list[int]:
+        await self.trained(step - 1)
         start = step * self._groups_per_step
         batch = list(range(start, start + self._groups_per_step))
         await self._until(lambda: all(index in self._made for index in batch), f"the batch of step {step}")
@@ -499,9 +502,10 @@ class FakeReplay:
         return batch
 
     async def trained(self, step: int) -> None:
-        self.trained_steps.append(step)
+        self.trained_steps += range(len(self.trained_steps) + self._first_step, step + 1)
 
     async def published(self, step: int) -> None:
+        await self.trained(step - 1)
         self.published_steps.append(step)
 
     async def pulled(self, replica: str, step: int) -> None:
@@ -549,6 +553,8 @@ class FakeLearnerMesh:
         self.store: list[PolicyVersion] = []
         """Readable versions."""
         self.retired: list[PolicyVersion] = []
+        """By calls of their own."""
+        self.retired_with_commit: list[PolicyVersion] = []
         self.deltas = False
         """Whether versions after the first are deltas to it."""
         self.restaged: list[PolicyVersion] = []
@@ -574,9 +580,12 @@ class FakeLearnerMesh:
     async def restage(self, version: PolicyVersion) -> None:
         self.restaged.append(version)
 
-    async def commit(self, version: PolicyVersion) -> Committed:
+    async def commit(self, version: PolicyVersion, retire: Sequence[PolicyVersion] = ()) -> Committed:
         whole = version in self.restaged or not self.deltas or not self.store
         self.store = [*(each for each in self.store if each != version), version]
+        for old in retire:
+            self.store.remove(old)
+            self.retired_with_commit.append(old)
         if whole:
             return Committed(num_bytes=8)
         return Committed(num_bytes=2, needs=frozenset(self.store[:1]), num_elements=4, num_changed=1)

@@ -24,7 +24,8 @@ from forge_async.policy.settings import PolicySettings
 if TYPE_CHECKING:
     from forge_async.backends.vllm_rank import VllmRank
     from forge_async.weights.manifest import Manifest
-    from forge_async.weights.plane import ReadReport, WeightPlane
+    from forge_async.weights.plane import WeightPlane
+    from forge_async.weights.records import ReadReport
     from forge_async.weights.reshard import Wanted
 
 T = TypeVar("T")

@@ -40,9 +40,10 @@ class ForgeActor(Actor):
 
     Mark methods with `@endpoint` (one call at a time) or `@concurrent_endpoint` (async, many at once). An `async def
     setup(self)` is called once in each process after the constructor: heavy imports belong there, so that the process
-    that spawns stays light. An `async def teardown(self)` is called before the process is ended on purpose. What an
-    endpoint raises is an error for its caller and never the end of the actor. Endpoints cannot be called on `self`;
-    share a plain method. A plain `def` endpoint runs on the actor's own worker thread.
+    that spawns stays light, and the garbage collector leaves alone what is there when it has ended. An `async def
+    teardown(self)` is called before the process is ended on purpose. What an endpoint raises is an error for its caller
+    and never the end of the actor. Endpoints cannot be called on `self`; share a plain method. A plain `def` endpoint
+    runs on the actor's own worker thread.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -178,6 +179,7 @@ async def spawn(options: Options, args: tuple[Any, ...], kwargs: Mapping[str, An
         handle = ActorHandle(options.name, options.cls, mesh, procs.pulse, procs.processes)
         handle._own(procs, options.stop_timeout_s)
         await BoundEndpoint(handle, "setup").call(timeout_s=options.start_timeout_s)
+        await procs.settle(options.start_timeout_s)
     except BaseException:
         await asyncio.shield(procs.stop(options.stop_timeout_s))
         raise

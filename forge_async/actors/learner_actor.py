@@ -213,8 +213,8 @@ class LearnerActor(ForgeActor):
     async def stage(self, version: PolicyVersion) -> None:
         """Put this rank's shards of a snapshot into the store. Call on all ranks.
 
-        What was staged last may be staged again, in another store. A learner of one rank leaves it to `commit`, which
-        then puts shards and manifest in one call to the store.
+        What was staged last may be staged again, in another store. With one rank it need not be called: `commit` puts
+        shards and manifest in one call to the store.
         """
         await self._weights.stage(version)
 
@@ -242,9 +242,12 @@ class LearnerActor(ForgeActor):
         await self._weights.plane.restage(version)
 
     @concurrent_endpoint
-    async def commit(self, version: PolicyVersion) -> Committed:
-        """Make a version readable, after every rank has staged it. Called on one rank."""
-        manifest = await self._weights.commit(version)
+    async def commit(self, version: PolicyVersion, retire: Sequence[PolicyVersion] = ()) -> Committed:
+        """Make a version readable, after every rank has staged it, then delete those of `retire`.
+
+        Called on one rank; the only one stages it too.
+        """
+        manifest = await self._weights.commit(version, retire)
         return Committed(
             num_bytes=manifest.stored_bytes,
             needs=manifest.needs,
@@ -292,7 +295,8 @@ class LearnerActor(ForgeActor):
     async def _take_share(self, step: int, deadline_s: float) -> tuple[Share, dict[str, Any]]:
         if self._replay is None:
             raise LearnerError("The learner is not connected to the replay actor.")
-        return await self._replay.take_share.call_one(step, self._rank.batch_rank, self._rank.batch_ranks, deadline_s)
+        rank, take = self._rank, self._replay.take_share
+        return await take.call_one(step, rank.batch_rank, rank.batch_ranks, deadline_s, rank.version.step)
 
     async def _join(self, store_handle: bytes) -> None:
         from forge_async.backends.weight_stores import open_plane, open_writing_plane

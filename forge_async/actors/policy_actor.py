@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
-import itertools
 import logging
 import os
 import time
@@ -19,14 +17,15 @@ from forge_async.actors.engine_ranks import OwnRanks
 from forge_async.actors.forge_actor import ActorHandle, ForgeActor, Hosts, concurrent_endpoint
 from forge_async.core.clock import within
 from forge_async.core.compact import Records
-from forge_async.core.errors import ForgeError, PolicyError
+from forge_async.core.errors import PolicyError
 from forge_async.core.versions import PolicyVersion
 from forge_async.learner.settings import LoraSettings
 from forge_async.observe.process_stats import own_stats
 from forge_async.pipeline.ports import Pull, ReplicaStats
 from forge_async.policy.concurrency import concurrency_limit
+from forge_async.policy.local import LocalPolicy
 from forge_async.policy.ports import Engine, GenerationRequest, GenerationResult
-from forge_async.policy.service import RequestService, Ticket
+from forge_async.policy.service import RequestService
 from forge_async.policy.settings import PolicySettings
 from forge_async.weights.manifest import Manifest
 from forge_async.weights.packing import Unpacker
@@ -35,7 +34,8 @@ from forge_async.weights.reading import check_served, reading_weights
 from forge_async.weights.settings import WeightsSettings
 
 if TYPE_CHECKING:
-    from forge_async.weights.plane import ReadReport, WeightPlane
+    from forge_async.weights.plane import WeightPlane
+    from forge_async.weights.records import ReadReport
 
 
 log = logging.getLogger(__name__)
@@ -80,8 +80,7 @@ class PolicyActor(ForgeActor):
         self._catching_up = asyncio.Lock()
         limit = concurrency_limit(self._policy.concurrency, self._policy.max_sequences)
         self._service = RequestService(self._build_engine, swap=swap, limit=limit)
-        self._tickets: dict[int, Ticket] = {}
-        self._numbers = itertools.count()
+        self._client = LocalPolicy(self._service, name)
         self._plane: WeightPlane | None = None
         self._unpacker = Unpacker(shared=False)
         self._probe = ProbeCheck(name, self._weights.probe_limit)
@@ -147,40 +146,30 @@ class PolicyActor(ForgeActor):
         return Records(await self._service.generate(requests))
 
     @concurrent_endpoint
-    async def submit(self, requests: Sequence[GenerationRequest]) -> int:
-        """Queue requests that belong together; returns a ticket for `collect`."""
-        ticket = next(self._numbers)
-        self._tickets[ticket] = self._service.submit(requests)
-        return ticket
+    async def submit(
+        self, ticket: str, requests: Sequence[GenerationRequest], linger_s: float
+    ) -> tuple[list[GenerationResult], bool]:
+        """Queue requests that belong together, and return the first that finish, as `collect` does.
 
-    @concurrent_endpoint
-    async def collect(self, ticket: int, linger_s: float) -> tuple[list[GenerationResult], bool]:
-        """Finished requests of a ticket (one, and more that come within `linger_s`), and whether none is left."""
-        if ticket not in self._tickets:
-            raise PolicyError(f"{self._name} knows no ticket {ticket}: it was collected to its end, or never given.")
-        try:
-            results, done = await self._service.collect(self._tickets[ticket], linger_s)
-        except ForgeError:
-            self._tickets.pop(ticket, None)
-            raise
-        if done:
-            self._tickets.pop(ticket, None)
+        `ticket` is what its sender calls the submission from here on, unlike any other's.
+        """
+        results, done = await self._client.submit(ticket, requests, linger_s)
         return Records(results), done
 
     @concurrent_endpoint
-    async def cut(self, ticket: int, ids: Sequence[str] | None = None) -> list[GenerationResult]:
+    async def collect(self, ticket: str, linger_s: float) -> tuple[list[GenerationResult], bool]:
+        """Finished requests of a ticket (one, and more that come within `linger_s`), and whether none is left."""
+        results, done = await self._client.collect(ticket, linger_s)
+        return Records(results), done
+
+    @concurrent_endpoint
+    async def cut(self, ticket: str, ids: Sequence[str] | None = None) -> list[GenerationResult]:
         """End the unfinished requests of a ticket now, or those of `ids`; returns what was not yet collected of them.
 
         Finished rows are whole, unfinished ones as far as they came and marked as cut; a request that carries such a
         result as its prefix goes on from there, on any replica. A `collect` that still waits returns without them.
-        Nothing is left of a ticket that was collected to its end.
         """
-        if ticket not in self._tickets:
-            return []
-        results = await self._service.cut(self._tickets[ticket], ids)
-        if ids is None:
-            self._tickets.pop(ticket, None)
-        return results
+        return await self._client.cut(ticket, ids)
 
     @concurrent_endpoint
     async def pull(self, version: PolicyVersion) -> Pull:
@@ -326,9 +315,6 @@ class PolicyActor(ForgeActor):
             adapters_held=self._adapters_held,
         )
         self._built = {"import_s": engine.import_s, "build_s": engine.build_s}
-        # What start-up left behind stays for good: without this the collector walks it every few engine steps.
-        gc.collect()
-        gc.freeze()
         return engine
 
 

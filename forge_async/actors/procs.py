@@ -27,6 +27,7 @@ from monarch.actor import Actor, HostMesh, ProcMesh, current_rank, default_boots
 from forge_async.actors.liveness import Beat, Process, Watch, gist  # noqa: E402
 from forge_async.core.clock import within  # noqa: E402
 from forge_async.core.errors import ActorDiedError, ConfigError, ForgeError  # noqa: E402
+from forge_async.core.garbage import settle_heap  # noqa: E402
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,11 @@ class Pulse(Actor):
     async def beat(self) -> Process:
         """A sign of life: who this process is."""
         return Process.current(rank=current_rank().rank)
+
+    @endpoint
+    async def settle(self) -> None:
+        """The start is over: what it left behind in this process stays."""
+        settle_heap()
 
     @endpoint
     async def leave(self) -> None:
@@ -190,6 +196,12 @@ class Procs:
                 notify(process)
         self.watch = Watch(name, self.processes, beat_of(self.pulse))
         return self
+
+    async def settle(self, timeout_s: float) -> None:
+        """Their start is over, whatever it loaded: the garbage collector need not walk that again and again."""
+        assert self.watch is not None, "they have answered"
+        answers = self.watch.guard(_call(self.pulse.settle))
+        await within(answers, timeout_s, who=self.name, waits_for="its processes", from_whom=self.hosts.name)
 
     async def stop(self, timeout_s: float = 10.0) -> None:
         """End the processes: ask, wait, then kill what is left, by pid. Never raises for what is dead already."""

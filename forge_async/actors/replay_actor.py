@@ -109,12 +109,15 @@ class ReplayActor(ForgeActor):
 
     @concurrent_endpoint
     async def take_share(
-        self, step: int, batch_rank: int, batch_ranks: int, deadline_s: float
+        self, step: int, batch_rank: int, batch_ranks: int, deadline_s: float, num_done: int = 0
     ) -> tuple[Share, dict[str, Any]]:
         """A learner rank's share of the batch of `step`, and a small record of the whole batch.
 
+        `num_done`: steps that the learner has done, as `trained` would tell.
+
         Raises StallError after `deadline_s` seconds, saying which groups are missing.
         """
+        await self._replay.trained(num_done - 1)
         if step not in self._shares:
             groups = await self._replay.take(step, deadline_s)
             if step not in self._shares:  # another rank's call may have waited for it too
@@ -124,12 +127,12 @@ class ReplayActor(ForgeActor):
 
     @concurrent_endpoint
     async def trained(self, step: int) -> None:
-        """Step `step` is done."""
+        """The steps up to `step` are done."""
         await self._replay.trained(step)
 
     @concurrent_endpoint
     async def published(self, step: int) -> None:
-        """Version `step` can be pulled."""
+        """Version `step` can be pulled, so the steps that it comes after are done."""
         await self._replay.published(step)
 
     @concurrent_endpoint

@@ -160,13 +160,15 @@ class _RemotePolicy:
     def __init__(self, handle: ActorHandle) -> None:
         self._handle = handle
 
-    async def submit(self, requests: Sequence[GenerationRequest]) -> int:
-        return await self._handle.submit.call_one(Records(requests))
+    async def submit(
+        self, ticket: str, requests: Sequence[GenerationRequest], linger_s: float
+    ) -> tuple[list[GenerationResult], bool]:
+        return await self._handle.submit.call_one(ticket, Records(requests), linger_s)
 
-    async def collect(self, ticket: int, linger_s: float) -> tuple[list[GenerationResult], bool]:
+    async def collect(self, ticket: str, linger_s: float) -> tuple[list[GenerationResult], bool]:
         return await self._handle.collect.call_one(ticket, linger_s)
 
-    async def cut(self, ticket: int) -> list[GenerationResult]:
+    async def cut(self, ticket: str) -> list[GenerationResult]:
         return await self._handle.cut.call_one(ticket)
 
 

@@ -79,16 +79,16 @@ class BroadcastStore:
     async def reserve(self, num_bytes: int) -> torch.Tensor:
         return await self._base.reserve(num_bytes)
 
-    async def put(self, items: Mapping[str, Any]) -> None:
+    async def put(self, items: Mapping[str, Any], forget: Sequence[str] = ()) -> None:
         large = [key for key, value in items.items() if _is_large(value)]
         if not large:
-            await self._base.put(items)
+            await self._base.put(items, forget)
             return
         async with self._putting:
             sender, audience = await self._audience()
             notes = {key: Note(sender=sender, number=next(self._numbers), audience=audience) for key in large}
             own = {} if self._base.transport.is_shared or not audience else {key: items[key].clone() for key in large}
-            await self._base.put(dict(_with_notes(items, notes)))
+            await self._base.put(dict(_with_notes(items, notes)), forget)
             if audience:
                 await self._set_off(notes, own)
 

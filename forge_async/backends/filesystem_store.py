@@ -55,9 +55,11 @@ class FilesystemStore:
     async def reserve(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    async def put(self, items: Mapping[str, Any]) -> None:
+    async def put(self, items: Mapping[str, Any], forget: Sequence[str] = ()) -> None:
         for key, value in items.items():
             await asyncio.to_thread(self._write, key, value)
+        for prefix in forget:
+            await self.delete(prefix)
 
     @asynccontextmanager
     async def reading(self, keys: Sequence[str]) -> AsyncIterator[list[Any]]:

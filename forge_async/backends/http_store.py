@@ -148,11 +148,13 @@ class HttpStore:
     async def reserve(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    async def put(self, items: Mapping[str, Any]) -> None:
+    async def put(self, items: Mapping[str, Any], forget: Sequence[str] = ()) -> None:
         for key, value in items.items():
             is_blob = isinstance(value, torch.Tensor)
             body = value.numpy().data if is_blob else encode(value)
             await asyncio.to_thread(self._ask, "PUT", key, body, BLOB if is_blob else OBJECT)
+        for prefix in forget:
+            await self.delete(prefix)
 
     @asynccontextmanager
     async def reading(self, keys: Sequence[str]) -> AsyncIterator[list[Any]]:

@@ -96,8 +96,11 @@ class Volume(StorageVolume):
         return segment, self._pool.live
 
     @endpoint
-    async def put_many(self, items: Sequence[tuple[str, TransportBuffer, Request]]) -> str | None:
-        """Store values in their order. Stops at a key whose segment its writer does not hold any more, and names it."""
+    async def put_many(
+        self, items: Sequence[tuple[str, TransportBuffer, Request]], forget: Sequence[str]
+    ) -> str | None:
+        """Store values in their order, then forget all keys that begin with one of `forget`. Stops at a key whose
+        segment its writer does not hold any more, and names it."""
         for key, buffer, request in items:
             if isinstance(buffer, SegmentBuffer):
                 try:
@@ -110,6 +113,8 @@ class Volume(StorageVolume):
                 self._pool.unbind(key)
                 self._sizes.pop(key, None)
             await self.store.put(key, buffer, request)
+        for prefix in forget:
+            await self._forget(prefix)
         return None
 
     @endpoint
@@ -131,11 +136,7 @@ class Volume(StorageVolume):
     @endpoint
     async def delete_prefix(self, prefix: str) -> None:
         """Forget all keys that begin so, at once."""
-        stored: Any = self.store
-        for key in [key for key in stored.kv if key.startswith(prefix)]:
-            await self.store.delete(key)
-            self._sizes.pop(key, None)
-            self._pool.unbind(key)
+        await self._forget(prefix)
 
     @endpoint
     async def list_keys(self) -> list[str]:
@@ -147,6 +148,13 @@ class Volume(StorageVolume):
     async def held_bytes(self) -> int:
         """Memory of all segments."""
         return self._pool.num_bytes
+
+    async def _forget(self, prefix: str) -> None:
+        stored: Any = self.store
+        for key in [key for key in stored.kv if key.startswith(prefix)]:
+            await self.store.delete(key)
+            self._sizes.pop(key, None)
+            self._pool.unbind(key)
 
     def _buffer(self, key: str, reader: Process | None, hold_s: float) -> TransportBuffer:
         if reader is None or key not in self._sizes:
@@ -193,9 +201,9 @@ class TorchstoreStore:
     async def reserve(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    async def put(self, items: Mapping[str, Any]) -> None:
+    async def put(self, items: Mapping[str, Any], forget: Sequence[str] = ()) -> None:
         prepared = [(key, *(await self._prepared(value))) for key, value in items.items()]
-        lost = await self._call(self._volume.put_many.call_one(prepared))
+        lost = await self._call(self._volume.put_many.call_one(prepared, list(forget)))
         if lost is not None:
             raise WeightsError(
                 f"{lost} was not stored: to write it took longer than weights.timeout_s={self._timeout_s:g}, and its "

@@ -10,6 +10,7 @@ import numpy as np
 
 from forge_async.core.records import Completions, Prompt
 from forge_async.core.rng import derive_seed, request_seed
+from forge_async.pipeline.collecting import new_ticket
 from forge_async.pipeline.estimates import estimate, pass_at_k
 from forge_async.pipeline.ports import EvalScores, PassAtK, PolicyClient
 from forge_async.pipeline.settings import EvalSettings
@@ -98,8 +99,9 @@ class Evaluator:
 
 
 async def _answers(policy: PolicyClient, requests: Sequence[GenerationRequest]) -> dict[str, Completions]:
-    ticket, done, answers = await policy.submit(requests), False, {}
+    ticket = new_ticket()
+    results, done = await policy.submit(ticket, requests, COLLECT_TIMEOUT_S)
     while not done:
-        results, done = await policy.collect(ticket, COLLECT_TIMEOUT_S)
-        answers.update({result.id: result.completions for result in results})
-    return answers
+        more, done = await policy.collect(ticket, COLLECT_TIMEOUT_S)
+        results += more
+    return {result.id: result.completions for result in results}

@@ -148,10 +148,9 @@ class GroupMaker:
             for admission in admissions
         }
         deadline_s = asyncio.get_running_loop().time() + self._rollout.group_timeout_s
-        ticket = await policy.submit([self._request(id, each) for id, each in asked.items()])
         results = collected(
             policy,
-            ticket,
+            [self._request(id, each) for id, each in asked.items()],
             linger_s=self._rollout.linger_s,
             timeout_s=min(self._rollout.timeout_s, self._rollout.group_timeout_s),
         )

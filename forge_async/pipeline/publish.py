@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from forge_async.core.errors import DeltaError, one_sentence
@@ -59,17 +59,17 @@ class Publisher:
         self._committing = asyncio.Lock()
         """Held while a version is staged and committed, until all who should know of it do."""
 
-    async def publish(self, version: PolicyVersion, trained: Awaitable[None] | None = None) -> Publication:
+    async def publish(self, version: PolicyVersion) -> Publication:
         """Make a snapshotted version readable, then delete what nobody needs any more.
 
-        `trained` ends when the replay actor knows of the step that made it; None: it does, or there was none.
+        What can be said before to be superseded by it is deleted in the same call; who asks for that meanwhile is given
+        a newer version. The rest, which somebody read until then or which it alone supersedes, is deleted after it.
         """
         started_s = self._now_s()
         async with self._committing:
-            number, committed = await self._store.through(lambda: self._put(version))
+            superseded = self._retention.take_deletable(coming=1)
+            number, committed = await self._store.through(lambda: self._put(version, superseded))
             duration_s = self._now_s() - started_s
-            if trained is not None:
-                await trained
             await self._replay.published(version.step)
             await self._note(number, version, committed)
         for old in self._retention.take_deletable():
@@ -112,9 +112,9 @@ class Publisher:
         """
         return (await self._store.through(lambda: self._pull(replica, version)))[1]
 
-    async def _put(self, version: PolicyVersion) -> Committed:
+    async def _put(self, version: PolicyVersion, retire: Sequence[PolicyVersion] = ()) -> Committed:
         await self._learner.stage(version)
-        return await self._learner.commit(version)
+        return await self._learner.commit(version, retire)
 
     async def _note(self, number: int, version: PolicyVersion, committed: Committed) -> None:
         """A version can be read in the store of that number."""

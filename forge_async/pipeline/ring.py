@@ -70,8 +70,8 @@ class Ring:
         self._publisher, self._observer, self._settings = publisher, observer, settings
         self._after_step = after_step
         self._waiting = (watchdog or Watchdog()).waiting
-        self._noted: asyncio.Task[None] | None = None
-        """Tells the replay actor of the step done last."""
+        self._done: int | None = None
+        """The step done last, if this ring did one."""
 
     async def run(self, version: PolicyVersion) -> PolicyVersion:
         """Train until the last step is done and its version is published and pulled; every replica serves `version`.
@@ -93,9 +93,12 @@ class Ring:
         return last
 
     async def noted(self) -> None:
-        """Wait until the replay actor has it on record that the last step is done. A failure is the ring's."""
-        if self._noted is not None:
-            await asyncio.wait((self._noted,))
+        """See to it that the replay actor has it on record that the last step is done.
+
+        Else it hears of that a moment later: from the learner that asks for the batch after next, or with the version.
+        """
+        if self._done is not None:
+            await self._replay.trained(self._done)
 
     async def _generate(self, group: asyncio.TaskGroup, replica: Replica) -> None:
         """Keep a replica supplied with as many groups as its room allows, until the replay actor closes."""
@@ -121,14 +124,12 @@ class Ring:
             done = step + 1
             publishes = done % self._settings.publish_every == 0 or done == self._settings.num_steps
             ranks = await self._step(step, publishes)
-            await self.noted()
-            # Beside the next step, which need not know of it; the publication does, and whoever calls `noted`.
-            self._noted = group.create_task(self._replay.trained(step), name="trained")
+            self._done = step
             self._observer.stepped(step, ranks)
             if publishes:
                 if publication is not None:
                     await publication
-                publication = group.create_task(self._publish(ranks[0].result.version, self._noted), name="publish")
+                publication = group.create_task(self._publish(ranks[0].result.version), name="publish")
             if self._after_step is not None:
                 await self._after_step(done)
         if publication is not None:
@@ -140,10 +141,10 @@ class Ring:
         with self._waiting("the learner", f"the batch and the update of step {step}", whom, limit_s):
             return await self._learner.step(step, publishes)
 
-    async def _publish(self, version: PolicyVersion, trained: Awaitable[None]) -> None:
+    async def _publish(self, version: PolicyVersion) -> None:
         whom, limit_s = "the learner's ranks and the store", self._settings.weights_limit_s
         with self._waiting("the ring", f"version {version.step} to be published", whom, limit_s):
-            publication = await self._publisher.publish(version, trained)
+            publication = await self._publisher.publish(version)
         self._observer.published(publication)
 
     async def _pull(self, replica: Replica, version: PolicyVersion) -> None:

@@ -246,12 +246,14 @@ class ReplayState:
             return None
 
     def trained(self, step: int) -> None:
-        """Step `step` is done: its groups end as trained, and the learner is at version `step + 1`."""
+        """The steps up to `step` are done: their groups end as trained, and the learner is at version `step + 1`."""
         with self._writing():
-            self._apply(ev.Trained(step=step))
+            for done in range(self.ledger.num_trained, step + 1):
+                self._apply(ev.Trained(step=done))
 
     def published(self, step: int) -> None:
-        """Version `step` can be pulled."""
+        """Version `step` can be pulled, so the steps that it comes after are done."""
+        self.trained(step - 1)
         with self._writing():
             self._apply(ev.Published(step=step))
 
@@ -395,8 +397,6 @@ class ReplayState:
     def _settle(self, stale: Sequence[int]) -> None:
         """Keep groups out that are too old: end them, or have them made anew."""
         for index in stale:
-            if self.settings.on_stale == "drop":
-                self._apply(ev.Ended(index=index, outcome="expired", reason="too_old"))
-            else:
-                self._apply(ev.Requeued(index=index, reason="too_old"))
+            expired = ev.Ended(index=index, outcome="expired", reason="too_old")
+            self._apply(expired if self.settings.on_stale == "drop" else ev.Requeued(index=index, reason="too_old"))
             self.buffer.drop(index)

@@ -85,11 +85,11 @@ class WaitingReplay:
         return self._waking(lambda: self.inner.retry(index, reason, attempt))
 
     async def trained(self, step: int) -> None:
-        """Step `step` is done."""
+        """The steps up to `step` are done."""
         self._waking(lambda: self.inner.trained(step))
 
     async def published(self, step: int) -> None:
-        """Version `step` can be pulled."""
+        """Version `step` can be pulled, so the steps that it comes after are done."""
         self._waking(lambda: self.inner.published(step))
 
     async def pulled(self, replica: str, step: int) -> None:

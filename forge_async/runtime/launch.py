@@ -10,6 +10,7 @@ from pathlib import Path
 
 from forge_async.config.schema import Config
 from forge_async.core.errors import ForgeError
+from forge_async.core.garbage import settle_heap
 from forge_async.core.loop_watch import LoopWatch
 from forge_async.observe.group_events import EventsLog
 from forge_async.observe.progress import Progress
@@ -87,6 +88,7 @@ class Launch:
             version = await run.prepare()
             self.startup_s = time.time() - self._begun_s
             self._progress.phase("start-up", self.startup_s)
+            settle_heap()
             await run.train(version)
             for watch in (keeper, *watches):
                 watch.cancel()

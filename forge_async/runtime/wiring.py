@@ -116,13 +116,15 @@ class RemoteLearner:
         return (await self._handle.snapshot.call(timeout_s=self._timeout_s))[0]
 
     async def stage(self, version: PolicyVersion) -> None:
+        if len(self._handle.processes) == 1:
+            return  # the one rank that commits it stages it in the same call
         await self._handle.stage.call(version, timeout_s=self._weights_timeout_s)
 
     async def restage(self, version: PolicyVersion) -> None:
         await self._handle.restage.call(version, timeout_s=self._weights_timeout_s)
 
-    async def commit(self, version: PolicyVersion) -> Committed:
-        return await self._first.commit.call_one(version, timeout_s=self._weights_timeout_s)
+    async def commit(self, version: PolicyVersion, retire: Sequence[PolicyVersion] = ()) -> Committed:
+        return await self._first.commit.call_one(version, retire, timeout_s=self._weights_timeout_s)
 
     async def retire(self, version: PolicyVersion) -> None:
         await self._first.retire.call_one(version, timeout_s=self._weights_timeout_s)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from forge_async.core.errors import DeltaError, WeightsError
@@ -20,36 +19,8 @@ from forge_async.weights.chains import SHARD, DeltaWriter, Held, Published, Want
 from forge_async.weights.manifest import SCHEMA, Coding, Layout, Manifest, Part, Probe, build_layout
 from forge_async.weights.packing import digests
 from forge_async.weights.ports import WeightStore
-from forge_async.weights.records import ManifestRecord, StagedPart, record_of
+from forge_async.weights.records import MANIFEST, ManifestRecord, ReadReport, StagedPart, record_of, unfinished
 from forge_async.weights.reshard import TransferPlan
-
-MANIFEST = "/manifest"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadReport:
-    """What the reading of a version took."""
-
-    num_bytes: int = 0
-    """Read from the store."""
-    own_bytes: int = 0
-    """Memory of this process that it is in, or was put together in."""
-    num_deltas: int = 0
-    transport: str = ""
-    """What brought it."""
-    damage: str = ""
-    """Why what was held, or was read first, was given up for the last whole version and all deltas since."""
-
-    def with_base(self, base: ReadReport) -> ReadReport:
-        """The same together with the reading of a version that it builds on."""
-        return ReadReport(
-            num_bytes=self.num_bytes + base.num_bytes,
-            own_bytes=self.own_bytes + base.own_bytes,
-            num_deltas=self.num_deltas + base.num_deltas,
-            transport=self.transport,
-            damage=self.damage or base.damage,
-        )
-
 
 _Read = tuple[Manifest, list[tuple[Wanted, Any]]]
 """A version: its manifest, and what was read for it."""
@@ -101,20 +72,25 @@ class WeightPlane:
         self._note_staged(version, part, blob, staged)
 
     async def publish(
-        self, version: PolicyVersion, part: Part, blob: Any, base: str = "", probe: Probe | None = None
+        self,
+        version: PolicyVersion,
+        part: Part,
+        blob: Any,
+        base: str = "",
+        probe: Probe | None = None,
+        retire: Sequence[PolicyVersion] = (),
     ) -> Manifest:
         """Stage and commit a version of which one rank holds everything, in one call to the store.
 
-        Raises WeightsError as `commit`, whose `base` and `probe` these are.
+        Raises WeightsError as `commit`, whose `base`, `probe` and `retire` these are.
         """
         await self._check_base(version, base)
         if (part.id,) not in self._layouts:
             self._layouts[part.id,] = build_layout(version, [part])
         staged, items = await self._staging(version, part, blob)
         manifest = self._manifest_of(version, self._layouts[part.id,], [staged], base, probe)
-        await self.store.put(items | {f"{version}{MANIFEST}": record_of(manifest)})
+        await self._make_readable(manifest, items, retire)
         self._note_staged(version, part, blob, staged)
-        self._committed = version
         return manifest
 
     async def _staging(
@@ -131,6 +107,10 @@ class WeightPlane:
             items[Wanted(part.rank, version, is_delta=True).key] = stream
         staged = StagedPart(part_id=part.id, digests=hashed, coding=coding)
         return staged, items | {f"{version}/part/{part.rank}": staged}
+
+    def has_staged(self, version: PolicyVersion) -> bool:
+        """Whether it is what was put from here last."""
+        return any(staged == version for staged, _ in self._staged.values())
 
     def _note_staged(self, version: PolicyVersion, part: Part, blob: Any, staged: StagedPart) -> None:
         self._put_parts.add(part.id)
@@ -180,7 +160,12 @@ class WeightPlane:
             raise WeightsError(f"{version} cannot be staged anew: it is not what was staged last.")
 
     async def commit(
-        self, version: PolicyVersion, num_ranks: int = 1, base: str = "", probe: Probe | None = None
+        self,
+        version: PolicyVersion,
+        num_ranks: int = 1,
+        base: str = "",
+        probe: Probe | None = None,
+        retire: Sequence[PolicyVersion] = (),
     ) -> Manifest:
         """Make a version readable. Call once, after every rank has staged.
 
@@ -189,6 +174,7 @@ class WeightPlane:
             num_ranks: so many ranks have staged it.
             base: the version whose other parameters it leaves as they are; "": it has all of them.
             probe: what the learner says of the probe, where readers need one.
+            retire: versions that are then deleted, newest first, with what was staged before and never committed.
 
         Raises WeightsError when a rank has not staged, when what they staged does not form whole parameters, or when
         the base is not readable.
@@ -197,9 +183,18 @@ class WeightPlane:
         parts = await self._staged_parts(version, num_ranks)
         layout = await self._layout(version, tuple(part.part_id for part in parts))
         manifest = self._manifest_of(version, layout, parts, base, probe)
-        await self.store.put({f"{version}{MANIFEST}": record_of(manifest)})
-        self._committed = version
+        await self._make_readable(manifest, {}, retire)
+        if retire:
+            await self._forget_unfinished(retire[0])
         return manifest
+
+    async def _make_readable(
+        self, manifest: Manifest, items: Mapping[str, Any], retire: Sequence[PolicyVersion]
+    ) -> None:
+        """Put a manifest, behind what belongs to it and before older versions are deleted, in one call to the store."""
+        version = manifest.version
+        await self.store.put({**items, f"{version}{MANIFEST}": record_of(manifest)}, [f"{old}/" for old in retire])
+        self._committed = version
 
     def _manifest_of(
         self, version: PolicyVersion, layout: Layout, parts: Sequence[StagedPart], base: str, probe: Probe | None
@@ -354,7 +349,10 @@ class WeightPlane:
     async def retire(self, version: PolicyVersion) -> None:
         """Delete a version, and whatever older one was staged and never committed. Unknown versions are ignored."""
         await self.store.delete(f"{version}/")
-        for old in unfinished(await self.store.keys(), before=version):
+        await self._forget_unfinished(version)
+
+    async def _forget_unfinished(self, before: PolicyVersion) -> None:
+        for old in unfinished(await self.store.keys(), before):
             await self.store.delete(f"{old}/")
 
     async def retire_all_but(self, keep: int) -> None:
@@ -383,10 +381,3 @@ class WeightPlane:
                     f"{version}: the store has lost {error.args[0]}; publish a newer version."
                 ) from error
         return self._layouts[part_ids]
-
-
-def unfinished(keys: Sequence[str], before: PolicyVersion) -> set[PolicyVersion]:
-    """Versions older than `before`, of the same policy, of which parts were staged but no manifest is there."""
-    staged = {PolicyVersion.parse(key.partition("/")[0]) for key in keys if not key.startswith("layout/")}
-    whole = {PolicyVersion.parse(key.removesuffix(MANIFEST)) for key in keys if key.endswith(MANIFEST)}
-    return {version for version in staged - whole if version.policy == before.policy and version < before}

@@ -33,8 +33,9 @@ class WeightStore(Protocol):
         """
         ...
 
-    async def put(self, items: Mapping[str, Any]) -> None:
-        """Store values (flat uint8 tensors, or small picklable objects) under keys, in their order.
+    async def put(self, items: Mapping[str, Any], forget: Sequence[str] = ()) -> None:
+        """Store values (flat uint8 tensors, or small picklable objects) under keys, in their order, then `delete` each
+        prefix of `forget`.
 
         A tensor that `reserve` gave belongs to the store from then on; others are copied.
         """

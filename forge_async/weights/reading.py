@@ -12,7 +12,8 @@ from forge_async.core.versions import PolicyVersion
 from forge_async.weights.fingerprint import check_fingerprint, sample
 from forge_async.weights.manifest import Manifest
 from forge_async.weights.packing import Unpacker
-from forge_async.weights.plane import ReadReport, WeightPlane
+from forge_async.weights.plane import WeightPlane
+from forge_async.weights.records import ReadReport
 
 if TYPE_CHECKING:
     import torch

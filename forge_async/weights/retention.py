@@ -65,10 +65,13 @@ class Retention:
         if self._leases[version] <= 0:
             del self._leases[version]
 
-    def take_deletable(self) -> list[PolicyVersion]:
+    def take_deletable(self, coming: int = 0) -> list[PolicyVersion]:
         """Versions that may be deleted now, each returned once: newest first, so that none is left without what it is
-        built on when the deletion breaks off."""
-        used = {*self._live[-self._keep :], *self._leases}
+        built on when the deletion breaks off.
+
+        `coming`: with so many published first. The newest one that is there stays, to be read until then.
+        """
+        used = {*self._live[-max(self._keep - coming, 1) :], *self._leases}
         used |= {base for version in used for base in self._needs.get(version, ())}
         deletable = [version for version in reversed(self._live) if version not in used]
         for version in deletable:

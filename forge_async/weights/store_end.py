@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from forge_async.core.versions import PolicyVersion
@@ -43,7 +43,8 @@ class StoreEnd:
         """What a learner of one rank has staged, and puts with the manifest."""
 
     async def stage(self, version: PolicyVersion) -> None:
-        """Put a snapshot. A learner of one rank leaves it to `commit`, which puts all of it in one call to the store.
+        """Put a snapshot. A learner of one rank leaves it to `commit`, which puts all of it in one call to the
+        store, and stages it too where that was not done before.
 
         Raises LearnerError when there is no such snapshot.
         """
@@ -53,20 +54,27 @@ class StoreEnd:
         else:
             self._unpublished = (version, packed)
 
-    async def commit(self, version: PolicyVersion) -> Manifest:
-        """Make a version readable that all ranks have staged. Called on one rank."""
+    async def commit(self, version: PolicyVersion, retire: Sequence[PolicyVersion] = ()) -> Manifest:
+        """Make a version readable that all ranks have staged, then delete those of `retire`. Called on one rank, which
+        stages it itself if it is the only one. Raises LearnerError when there is no such snapshot."""
+        if self._num_ranks == 1 and not self._is_staged(version):
+            await self.stage(version)
         # Kept until a later one is committed: a version may be staged and committed once more.
         self._builds_on = {each: on for each, on in self._builds_on.items() if each >= version}
         base = self._builds_on.get(version, "")
         probe = self._snapshots.probe(version)
         if self._unpublished is None or self._unpublished[0] != version:
-            return await self.plane.commit(version, self._num_ranks, base, probe)
+            return await self.plane.commit(version, self._num_ranks, base, probe, retire)
         (_, packed), self._unpublished = self._unpublished, None
-        return await self.plane.publish(version, *packed, base, probe)
+        return await self.plane.publish(version, *packed, base, probe, retire)
 
     async def close(self) -> None:
         """Leave the store. What is under way fails."""
         await self.plane.store.close()
+
+    def _is_staged(self, version: PolicyVersion) -> bool:
+        waits = self._unpublished is not None and self._unpublished[0] == version
+        return waits or self.plane.has_staged(version)
 
     async def _packed(self, version: PolicyVersion, packed: Packed) -> Packed:
         """What is staged of a snapshot: of adapters alone only where the store has what lies below them."""

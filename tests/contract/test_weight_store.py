@@ -199,6 +199,14 @@ async def test_keys_with_a_common_beginning_are_apart(store):
     assert torch.equal(await get(store, "p@0.10/shard/0"), blob(16, seed=1))
 
 
+async def test_what_is_put_may_send_others_away_in_the_same_call(store):
+    await store.put({key: blob(1 << 16, seed=i) for i, key in enumerate(("p@0.1/shard/0", "p@0.10/shard/0", "p@0.2"))})
+    await store.put({"p@0.3/shard/0": blob(1 << 16, seed=3), "p@0.3/manifest": "whole"}, ["p@0.1/", "p@0.2", "none"])
+    assert sorted(await store.keys()) == ["p@0.10/shard/0", "p@0.3/manifest", "p@0.3/shard/0"]
+    assert torch.equal(await get(store, "p@0.10/shard/0"), blob(1 << 16, seed=1))
+    assert torch.equal(await get(store, "p@0.3/shard/0"), blob(1 << 16, seed=3))
+
+
 async def test_many_readers_and_writers_work_at_once(backend, store):
     sizes = [1000 if i % 2 else 100_000 for i in range(8)]
     await asyncio.gather(*(store.put({f"k{i}": blob(sizes[i], seed=i)}) for i in range(8)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -104,11 +105,13 @@ async def damage(store: ActorHandle, key: str) -> None:
 
 
 async def assert_a_cut_ends_a_ticket(policy: ActorHandle) -> None:
-    """The replica gives back what it has made by then; the ticket is closed."""
-    ticket = await policy.submit.call_one([request("a", n=4, tokens=50)])
-    results = await policy.cut.call_one(ticket)
-    assert [(result.id, len(result.completions.cut)) for result in results] == [("a", 4)]
-    assert await policy.cut.call_one(ticket) == []
+    """The replica gives back what it has made by then, whichever comes first; the ticket is closed."""
+    submitting = policy.submit.call_one("mine", [request("a", n=4, tokens=50)], 0.0)
+    (late, done), cut = await asyncio.gather(submitting, policy.cut.call_one("mine"))
+    assert [(result.id, len(result.completions.cut)) for result in late + cut] == [("a", 4)] and done
+    assert await policy.cut.call_one("other") == []
+    (result,), done = await policy.submit.call_one("other", [request("a", n=4, tokens=50)], 0.0)
+    assert result.completions.cut.all() and done
     stats = await policy.stats.call_one()
     assert [record.mode for record in stats.service.swap_records] == ["blocking"] * 3
     assert (stats.limit_sequences, stats.num_queued, stats.num_running) == (0, 0, 0)

@@ -51,6 +51,7 @@ class Learner:
 
     async def publish(self, step, noise=0.0):
         version = PolicyVersion(step=step, incarnation=self.incarnation)
+        superseded = self.retention.take_deletable(coming=1)
         for rank, plane in enumerate(self.planes):
             part, _ = self.packers[rank].pack(self.boxes(rank, weights_of(step, noise)))
             blob = await plane.memory(part.blob_bytes)
@@ -58,9 +59,9 @@ class Learner:
             if self.num_ranks > 1:
                 await plane.stage(version, *packed)
             else:
-                manifest = await plane.publish(version, *packed)
+                manifest = await plane.publish(version, *packed, retire=superseded)
         if self.num_ranks > 1:
-            manifest = await self.planes[0].commit(version, self.num_ranks)
+            manifest = await self.planes[0].commit(version, self.num_ranks, retire=superseded)
         self.retention.published(version, manifest.needs)
         return manifest
 

@@ -87,8 +87,7 @@ def parts_of(step, num_ranks):
 async def publish(store, step, num_ranks):
     plane, version = WeightPlane(store), PolicyVersion(step=step)
     await asyncio.gather(*(plane.stage(version, part, blob) for part, blob in parts_of(step, num_ranks)))
-    await plane.commit(version, num_ranks)
-    await plane.retire(PolicyVersion(step=step - 2))
+    await plane.commit(version, num_ranks, retire=[PolicyVersion(step=step - 2)])
 
 
 async def elements_seen(store):

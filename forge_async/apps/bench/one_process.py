@@ -9,7 +9,6 @@ runs. What is not here are swaps in the middle of a rollout.
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_async.config import Config
+from forge_async.core.garbage import settle_heap
 from forge_async.core.records import Group
 from forge_async.core.versions import PolicyVersion
 from forge_async.learner.batch import split_batch
@@ -182,8 +182,7 @@ class OneProcess:
         from forge_async.backends.vllm_engine import VllmEngine
 
         engine = VllmEngine(str(self._folder), self._policy, PolicyVersion(), self._seed)
-        gc.collect()
-        gc.freeze()  # as in a policy's own process: what start-up left behind need not be walked again and again
+        settle_heap()  # as in a policy's own process
         return engine
 
 

@@ -93,8 +93,9 @@ class SimulatedLearner:
     async def restage(self, version: PolicyVersion) -> None:
         raise LearnerError(f"A simulated learner publishes every version whole, {version} too.")
 
-    async def commit(self, version: PolicyVersion) -> Committed:
+    async def commit(self, version: PolicyVersion, retire: Sequence[PolicyVersion] = ()) -> Committed:
         self._readable.add(version)
+        self._readable -= set(retire)
         return Committed(num_bytes=NUM_BYTES)
 
     async def retire(self, version: PolicyVersion) -> None:

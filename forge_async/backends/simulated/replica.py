@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -48,8 +47,7 @@ class SimulatedReplica:
         self.name = name
         self.engine = SimulatedEngine(times, clock, version or PolicyVersion())
         self._times, self._lengths_of, self._swap, self._clock = times, lengths_of, swap, clock
-        self._tickets: dict[int, _Ticket] = {}
-        self._numbers = itertools.count()
+        self._tickets: dict[str, _Ticket] = {}
         self._serving: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
         self._asked = (0.0, 0)
@@ -65,14 +63,15 @@ class SimulatedReplica:
             self._serving.cancel()
             await asyncio.gather(self._serving, return_exceptions=True)
 
-    async def submit(self, requests: Sequence[GenerationRequest]) -> int:
-        number, ticket = next(self._numbers), _Ticket(remaining=len(requests))
-        self._tickets[number] = ticket
+    async def submit(
+        self, ticket: str, requests: Sequence[GenerationRequest], linger_s: float
+    ) -> tuple[list[GenerationResult], bool]:
+        mine = self._tickets[ticket] = _Ticket(remaining=len(requests))
         for request in requests:
-            self._add(request, ticket)
-        return number
+            self._add(request, mine)
+        return await self.collect(ticket, linger_s)
 
-    async def collect(self, ticket: int, linger_s: float) -> tuple[list[GenerationResult], bool]:
+    async def collect(self, ticket: str, linger_s: float) -> tuple[list[GenerationResult], bool]:
         if ticket not in self._tickets:
             raise PolicyError(f"{self.name} knows no ticket {ticket}: it was collected to its end, or never given.")
         mine = self._tickets[ticket]
@@ -88,7 +87,7 @@ class SimulatedReplica:
             self._tickets.pop(ticket, None)
         return results, not mine.remaining
 
-    async def cut(self, ticket: int) -> list[GenerationResult]:
+    async def cut(self, ticket: str) -> list[GenerationResult]:
         if ticket not in self._tickets:
             return []
         mine = self._tickets.pop(ticket)

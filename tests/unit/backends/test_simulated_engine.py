@@ -11,6 +11,7 @@ from forge_async.backends.simulated.times import EngineTimes, LogNormalLengths
 from forge_async.backends.simulated.virtual_time import LoopClock, run_virtually
 from forge_async.core.errors import PolicyError
 from forge_async.core.versions import PolicyVersion
+from forge_async.pipeline.collecting import new_ticket
 from forge_async.policy.ports import GenerationRequest, Sampling
 from forge_async.replay.settings import SWAP_MODES
 
@@ -41,14 +42,15 @@ async def started(lengths, swap="keep_kv", **times):
 
 async def answers(replica, *ids, lengths):
     """(id, version runs, time) of each request as it finishes."""
-    ticket, done, found = await replica.submit([request(id, len(lengths[int(id)])) for id in ids]), False, []
-    while not done:
-        results, done = await replica.collect(ticket, 0.0)
+    ticket, found = new_ticket(), []
+    results, done = await replica.submit(ticket, [request(id, len(lengths[int(id)])) for id in ids], 0.0)
+    while results:
         runs = [result.completions.versions for result in results]
         found += [
             (result.id, [*zip(one.lengths.tolist(), one.steps.tolist(), strict=True)], LoopClock().now_s())
             for result, one in zip(results, runs, strict=True)
         ]
+        results, done = ([], True) if done else await replica.collect(ticket, 0.0)
     return found
 
 
@@ -167,12 +169,11 @@ def test_an_engine_that_fails_is_heard_of():
     async def scenario():
         lengths = [[3]]
         replica = await started(lengths)
-        ticket = await replica.submit([request("0")])
         replica.engine._times = None
         with pytest.raises(AttributeError):
-            await replica.collect(ticket, 0.0)
+            await replica.submit("8", [request("0")], 0.0)
         with pytest.raises(PolicyError, match="no ticket 9"):
-            await replica.collect(9, 0.0)
+            await replica.collect("9", 0.0)
         await replica.close()
 
     run_virtually(scenario())
@@ -203,16 +204,16 @@ def test_an_idle_engine_costs_nothing():
 def test_a_cut_ends_rollouts_as_far_as_they_came_and_lets_the_queue_move_up():
     async def scenario():
         replica = await started([[3, 100, 100], [50, 50, 50]], max_sequences=4)
-        ticket, other = await replica.submit([request("0", 3)]), await replica.submit([request("1", 3)])
-        waiting = asyncio.create_task(replica.collect(ticket, 0.0))
+        waiting = asyncio.create_task(replica.submit("a", [request("0", 3)], 0.0))
+        other = asyncio.create_task(replica.submit("b", [request("1", 3)], 0.0))
         await asyncio.sleep(10.0)
-        (result,) = await replica.cut(ticket)
+        (result,) = await replica.cut("a")
         assert await waiting == ([], True)
         assert result.completions.lengths.tolist() == [3, 10, 10]
         assert result.completions.cut.tolist() == [False, True, True]
         assert len(result.completions.token_ids) == result.completions.versions.num_tokens == 23
         begun_s = asyncio.get_running_loop().time()
-        await replica.collect(other, 0.0)
+        await other
         assert asyncio.get_running_loop().time() - begun_s == pytest.approx(50.0, abs=1.0), "two began at the cut"
         await replica.close()
 

@@ -84,7 +84,7 @@ async def test_samples_are_drawn_as_in_training_but_no_kept_sets_are_asked_for()
     asked = []
 
     class Policy:
-        async def submit(self, requests):
+        async def submit(self, ticket, requests, linger_s):
             asked.extend(requests)
             raise PolicyError("that was all")
 

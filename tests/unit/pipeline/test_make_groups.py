@@ -8,11 +8,13 @@ from forge_async.core.records import Completions, PromptId
 from forge_async.core.rng import request_seed
 from forge_async.core.versions import PolicyVersion, VersionRuns
 from forge_async.pipeline.make_groups import GroupMaker
+from forge_async.policy.local import LocalPolicy
 from forge_async.policy.ports import GenerationResult, Sampling
 from forge_async.reward.settings import AdvantageSettings
 from forge_async.rollout.oversize import SampleLimit
 from forge_async.rollout.settings import RolloutSettings
-from tests.fakes import FakeAdmission, FakeRenderer, FakeRewards, FakeSource
+from tests.fakes import FakeAdmission, FakeEngine, FakeRenderer, FakeRewards, FakeSource
+from tests.serving import added, serving
 
 GROUP_SIZE = 3
 STOP = 2
@@ -29,13 +31,14 @@ class FakePolicy:
         wanted = [at for at, texts in enumerate(answers) if at not in refuses and not self._endless(texts)]
         self.batches = list(batches or ([wanted] if wanted else []))
 
-    async def submit(self, requests):
+    async def submit(self, ticket, requests, linger_s):
         self.requests += requests
-        self.released = asyncio.Event()
-        return 5
+        self.ticket, self.num_collects, self.released = ticket, 0, asyncio.Event()
+        return await self.collect(ticket, linger_s)
 
     async def collect(self, ticket, linger_s):
-        assert ticket == 5
+        assert ticket == self.ticket
+        self.num_collects += 1
         await asyncio.sleep(0)
         if self.batches:
             batch = self.batches.pop(0)
@@ -47,6 +50,7 @@ class FakePolicy:
         return [], True
 
     async def cut(self, ticket):
+        assert ticket == self.ticket
         self.released.set()
         endless = [at for at, texts in enumerate(self.answers) if self._endless(texts)]
         return [self._result(self.requests[at], self.answers[at]) for at in endless]
@@ -132,6 +136,36 @@ async def test_groups_leave_in_the_batches_in_which_they_finished():
     policy = FakePolicy([["a", "bb", "c"]] * 4, batches=[[2], [0, 3], [1]])
     batches = await make(maker(), [5, 6, 7, 8], policy)
     assert [[made.group.index for made in batch] for batch in batches] == [[7], [5, 8], [6]]
+
+
+async def test_what_finishes_together_takes_one_call_and_tickets_differ():
+    policies = [FakePolicy([["a", "bb", "c"]] * 4) for _ in range(2)]
+    for policy in policies:
+        await make(maker(), [5, 6, 7, 8], policy)
+        assert policy.num_collects == 1, "that of the submission"
+    assert policies[0].ticket != policies[1].ticket
+
+
+async def test_a_submission_that_has_not_arrived_at_its_deadline_is_cut_when_it_does():
+    """The policy answers late: what it is told to cut, it does not know yet."""
+    engine, arrives = FakeEngine(), asyncio.Event()
+    async with serving(engine) as service:
+
+        class LatePolicy(LocalPolicy):
+            async def submit(self, ticket, requests, linger_s):
+                await arrives.wait()
+                return await super().submit(ticket, requests, linger_s)
+
+            async def cut(self, ticket, ids=None):
+                made = await super().cut(ticket, ids)
+                arrives.set()
+                return made
+
+        ((first, second),) = await make(maker(timeout_s=0.02), [3, 4], LatePolicy(service))
+        assert service.num_unfinished() == 0 and not added(engine)
+    assert [(lost.admission.index, lost.reason) for lost in (first, second)] == [
+        (3, "rollout_timeout"), (4, "rollout_timeout")
+    ]  # fmt: skip
 
 
 async def test_groups_are_told_when_their_tokens_are_made_before_they_are_scored():

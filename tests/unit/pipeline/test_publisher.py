@@ -48,8 +48,63 @@ async def test_old_versions_are_retired_but_not_while_they_are_read():
     release.set()
     await reading
     await publish_next(learner, publisher)
-    assert sorted(version.step for version in learner.retired) == [0, 1, 2]
+    assert [version.step for version in learner.retired] == [1, 2]
+    assert [version.step for version in learner.retired_with_commit] == [0]
     assert [version.step for version in learner.store] == [3]
+
+
+async def test_what_the_next_version_supersedes_goes_with_its_commit_and_takes_no_call_of_its_own():
+    _, learner, publisher = parts(keep=2)
+    for _ in range(5):
+        await publish_next(learner, publisher)
+    assert [version.step for version in learner.retired_with_commit] == [0, 1, 2]
+    assert learner.retired == []
+    assert [version.step for version in learner.store] == [3, 4]
+
+
+async def test_what_is_read_when_the_next_version_comes_stays_and_goes_later():
+    _, learner, publisher = parts(keep=2)
+    for _ in range(2):
+        await publish_next(learner, publisher)
+    replica, release = FakeReplica("policy_0"), asyncio.Event()
+
+    async def slow(version):
+        await release.wait()
+
+    replica.pull = slow
+    reading = asyncio.create_task(publisher.pull(replica, PolicyVersion(step=0)))
+    await asyncio.sleep(0)
+    commit = learner.commit
+
+    async def commit_while_the_reading_ends(version, retire):
+        committed = await commit(version, retire)
+        release.set()
+        await reading
+        return committed
+
+    await publish_next(learner, publisher)
+    assert [version.step for version in learner.store] == [0, 1, 2], "it is read"
+    learner.commit = commit_while_the_reading_ends
+    await publish_next(learner, publisher)
+    assert [version.step for version in learner.retired_with_commit] == [1]
+    assert [version.step for version in learner.retired] == [0], "nobody reads it any more when the version is out"
+    assert [version.step for version in learner.store] == [2, 3]
+
+
+async def test_who_asks_for_a_version_that_goes_with_the_commit_under_way_is_given_a_newer_one():
+    _, learner, publisher = parts(keep=2)
+    for _ in range(2):
+        await publish_next(learner, publisher)
+    stage, pulled = learner.stage, []
+
+    async def stage_beside_a_pull(version):
+        pulled.append(await publisher.pull(FakeReplica("policy_0", learner), PolicyVersion(step=0)))
+        await stage(version)
+
+    learner.stage = stage_beside_a_pull
+    await publish_next(learner, publisher)
+    assert [pull.version.step for pull in pulled] == [1]
+    assert [version.step for version in learner.store] == [1, 2]
 
 
 async def test_a_failed_pull_lets_go_of_its_version():
@@ -85,6 +140,15 @@ async def test_what_a_delta_is_built_on_stays_and_its_share_of_changes_is_told()
     assert [publication.changed_fraction for publication in told] == [None, 0.25, 0.25]
     assert [publication.num_bytes for publication in told] == [8, 2, 2]
     assert [version.step for version in learner.store] == [0, 2], "the second delta needs the whole version too"
+
+
+async def test_a_delta_that_comes_finds_all_that_it_may_be_built_on():
+    _, learner, publisher = parts(keep=2)
+    learner.deltas = True
+    for _ in range(4):
+        await publish_next(learner, publisher)
+    assert [version.step for version in learner.store] == [0, 2, 3]
+    assert [version.step for version in learner.retired_with_commit] == [1]
 
 
 class ReplicaWithoutDeltas(FakeReplica):

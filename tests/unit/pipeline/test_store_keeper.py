@@ -90,13 +90,16 @@ class Ranks(FakeLearnerMesh):
         await self.process.operate("stage")
         await self.process.operate("staged")
 
-    async def commit(self, version):
+    async def commit(self, version, retire=()):
         assert version == self.last, "the bits of any other are gone"
         await self.process.operate("commit")
         self.store = [each for each in self.store if each in self.process.needs]
         committed = await super().commit(version)
         self.process.needs[version] = committed.needs
         self.process.written.setdefault(version, set()).add(self.bits[version])
+        for old in retire:
+            self.process.needs.pop(old, None)
+            self.retired_with_commit.append(old)
         await self.process.operate("committed")
         return committed
 
@@ -131,13 +134,13 @@ class Reader(FakeReplica):
 class World:
     """A ring over fakes whose store is kept."""
 
-    def __init__(self, process, *, limit=2, max_staleness=0, num_replicas=2, notice_s=0.05):
+    def __init__(self, process, *, limit=2, max_staleness=0, num_replicas=2, notice_s=0.05, keep=1):
         self.process, self.told, self.was_told = process, [], asyncio.Event()
         self.replay = FakeReplay(GROUPS, max_staleness)
         self.learner = Ranks(self.replay, process)
         self.replicas = [Reader(f"policy_{number}", process) for number in range(num_replicas)]
         self.keeper = StoreKeeper(process, limit, self.hear, notice_s=notice_s)
-        self.publisher = Publisher(self.learner, self.replay, 1, store=self.keeper)
+        self.publisher = Publisher(self.learner, self.replay, keep, store=self.keeper)
         self.notes = Notes()
         self.ring = Ring(
             replay=self.replay,
@@ -181,28 +184,31 @@ def check(world, max_staleness):
     assert max(world.process.needs).step == STEPS, "the newest version is in the store that is there"
 
 
-async def run_with(max_staleness=0, deltas=False, **mortality):
-    world = World(MortalStore(**mortality), max_staleness=max_staleness)
+async def run_with(max_staleness=0, deltas=False, keep=1, **mortality):
+    world = World(MortalStore(**mortality), max_staleness=max_staleness, keep=keep)
     world.learner.deltas = deltas
     await asyncio.wait_for(world.run(), 20)
     check(world, max_staleness)
     return world
 
 
-async def number_of_operations(max_staleness):
-    return len((await run_with(max_staleness)).process.operations)
+async def number_of_operations(max_staleness, keep):
+    return len((await run_with(max_staleness, keep=keep)).process.operations)
 
 
+@pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.parametrize("late", [0, 3])
 @pytest.mark.parametrize("max_staleness", [0, 2])
-async def test_a_store_that_dies_at_any_one_operation_is_replaced_once(max_staleness, late):
+async def test_a_store_that_dies_at_any_one_operation_is_replaced_once(max_staleness, late, keep):
     seen = set()
-    for at in range(1, await number_of_operations(max_staleness) + 1):
-        world = await run_with(max_staleness, die_at=[at], late=late)
+    for at in range(1, await number_of_operations(max_staleness, keep) + 1):
+        world = await run_with(max_staleness, die_at=[at], late=late, keep=keep)
         seen.add(world.process.operations[at - 1])
         assert world.process.num_processes == 2
         assert [restart.number for restart in world.told] == [1]
-    assert seen == {"stage", "staged", "commit", "committed", "pull", "pulled", "retire", "retired"}
+        assert len(world.process.needs) <= keep, "and nothing is left over"
+    alone = {"retire", "retired"} if keep == 1 else set()
+    assert seen == {"stage", "staged", "commit", "committed", "pull", "pulled"} | alone
 
 
 @settings(max_examples=60, deadline=None)
@@ -211,10 +217,11 @@ async def test_a_store_that_dies_at_any_one_operation_is_replaced_once(max_stale
     st.integers(0, 2),
     st.integers(0, 4),
     st.booleans(),
+    st.integers(1, 3),
 )
-def test_a_store_that_dies_twice_is_replaced_twice(die_at, max_staleness, late, deltas):
+def test_a_store_that_dies_twice_is_replaced_twice(die_at, max_staleness, late, deltas, keep):
     async def twice():
-        world = await run_with(max_staleness, deltas, die_at=die_at, late=late)
+        world = await run_with(max_staleness, deltas, keep, die_at=die_at, late=late)
         assert world.process.num_processes == 1 + world.process.num_deaths
         assert [restart.number for restart in world.told] == list(range(1, world.process.num_processes))
 

@@ -171,6 +171,27 @@ def test_at_zero_every_replica_must_have_pulled() -> None:
     assert indices(state.admit("r0", 100)) == [2]
 
 
+def test_a_published_version_says_that_its_steps_are_done_but_not_that_they_were_taken() -> None:
+    state = replay(num=2, max_staleness=3)
+    for step in range(2):
+        put(state, state.admit("r0", 2))
+        state.take(step)
+    state.published(2)
+    state.trained(0)
+    assert (state.ledger.num_trained, state.ledger.published, state.ledger.outcomes["trained"]) == (2, 2, 4)
+    with pytest.raises(StalenessError, match="Step 2 cannot be done"):
+        state.published(3)
+
+
+def test_steps_that_are_done_may_be_told_together() -> None:
+    state = replay(num=2, max_staleness=3)
+    for step in range(3):
+        put(state, state.admit("r0", 2))
+        state.take(step)
+    state.trained(1)
+    assert (state.ledger.num_trained, state.ledger.outcomes["trained"]) == (2, 4)
+
+
 def test_at_zero_a_resumed_run_admits_as_if_it_had_never_stopped(tmp_path) -> None:
     """Whatever happened in step 2 before the crash, its round is admitted again with the same indices and prompts."""
 

@@ -50,6 +50,26 @@ def test_what_a_kept_or_leased_version_is_built_on_stays_with_it():
     assert retention.take_deletable() == [version(1), version(0)], "what builds on another goes before it"
 
 
+def test_before_another_comes_all_that_it_will_supersede_but_the_newest_may_go():
+    retention = Retention(3)
+    for step in range(3):
+        retention.published(version(step))
+    assert retention.take_deletable() == []
+    assert retention.take_deletable(coming=1) == [version(0)]
+    assert retention.take_deletable(coming=9) == [version(1)], "until another is there, somebody may read the newest"
+    assert Retention(1).take_deletable(coming=1) == []
+
+
+def test_before_another_comes_what_the_newest_is_built_on_stays_since_it_may_build_on_it_too():
+    retention = Retention(2)
+    for step in range(3):
+        retention.published(version(step), frozenset(map(version, range(step))))
+    assert retention.take_deletable(coming=1) == []
+    retention.lease(version(0))
+    retention.published(version(3))
+    assert retention.take_deletable(coming=1) == [version(2), version(1)]
+
+
 def test_a_version_that_is_published_again_whole_needs_nothing_any_more():
     retention = Retention(1)
     retention.published(version(0))
@@ -60,7 +80,9 @@ def test_a_version_that_is_published_again_whole_needs_nothing_any_more():
     assert retention.take_deletable() == [version(0)]
 
 
-actions = st.lists(st.tuples(st.sampled_from(("publish", "lease", "release", "take")), st.integers(0, 9)), max_size=60)
+actions = st.lists(
+    st.tuples(st.sampled_from(("publish", "lease", "release", "take", "take before")), st.integers(0, 9)), max_size=60
+)
 
 
 @given(actions, st.integers(1, 4))
@@ -79,6 +101,10 @@ def test_readers_and_the_newest_are_never_robbed_and_nothing_is_deleted_twice(ac
         elif action == "take":
             taken = [old.step for old in retention.take_deletable()]
             assert taken == [step for step in reversed(live[:-keep]) if step not in leases]
+            deleted += taken
+        elif action == "take before":
+            taken = [old.step for old in retention.take_deletable(coming=1)]
+            assert taken == [step for step in reversed(live[: -max(keep - 1, 1)]) if step not in leases]
             deleted += taken
     assert len(set(deleted)) == len(deleted)
 

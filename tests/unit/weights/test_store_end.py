@@ -177,7 +177,34 @@ async def test_only_what_was_staged_last_is_kept():
 
 
 async def test_a_version_that_was_staged_nowhere_is_not_committed():
-    rank = Rank().join(MemoryStore())
-    rank.snapshot(0)
+    ranks = [Rank(rank, 2).join(MemoryStore()) for rank in range(2)]
+    for rank in ranks:
+        rank.snapshot(0)
     with pytest.raises(WeightsError, match="never staged"):
-        await rank.end.commit(version(0))
+        await ranks[0].end.commit(version(0))
+
+
+@pytest.mark.parametrize("deltas", [False, True])
+async def test_the_only_rank_need_not_be_asked_to_stage(deltas):
+    stores = [MemoryStore(), MemoryStore()]
+    rank = Rank(deltas=deltas).join(stores[0])
+    for step in range(2):
+        rank.snapshot(step, probe=probe(step))
+        await rank.end.commit(version(step))
+    manifest, found = await read(stores[0], 1)
+    assert (manifest.kind, manifest.probe) == ("delta" if deltas else "full", probe(1))
+    assert found[FROZEN][0, 0] == 1
+    rank.join(stores[1])
+    again = await rank.end.commit(version(1))
+    assert again.kind == "full" and again.digests == manifest.digests, "what it published last, in another store"
+    with pytest.raises(LearnerError, match="no snapshot"):
+        await rank.end.commit(version(2))
+
+
+async def test_what_was_staged_anew_as_a_whole_is_committed_as_it_is():
+    rank = Rank(deltas=True).join(MemoryStore())
+    for step in range(2):
+        rank.snapshot(step)
+        await rank.end.commit(version(step))
+    await rank.end.plane.restage(version(1))
+    assert (await rank.end.commit(version(1))).kind == "full"

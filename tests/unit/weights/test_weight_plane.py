@@ -128,6 +128,19 @@ async def test_what_a_dead_incarnation_staged_goes_with_the_next_version_that_is
     assert left == {"policy@0.1", "other@0.2", "policy@1.2", "policy@1.3"}
 
 
+async def test_what_another_rank_staged_and_never_committed_goes_with_a_commit_that_retires():
+    store = MemoryStore()
+    plane = WeightPlane(store)
+    versions = [await publish(plane, step) for step in (1, 3)]
+    await WeightPlane(store).stage(PolicyVersion(step=0), *parts_of(0)[1])
+    await WeightPlane(store).stage(PolicyVersion(step=2), *parts_of(2)[1])
+    for part, blob in parts_of(4):
+        await plane.stage(PolicyVersion(step=4), part, blob)
+    await plane.commit(PolicyVersion(step=4), 2, retire=versions[:1])
+    left = {key.partition("/")[0] for key in store.data if not key.startswith("layout/")}
+    assert left == {"policy@0.2", "policy@0.3", "policy@0.4"}, "what is older than the retired one"
+
+
 async def test_the_layout_is_put_once_and_read_once():
     store = MemoryStore()
     writer, reader = WeightPlane(store), WeightPlane(store)
@@ -196,14 +209,15 @@ async def test_one_rank_alone_publishes_in_one_call_shards_before_the_manifest()
     puts = []
     put = store.put
 
-    async def counted(items):
-        puts.append(list(items))
-        await put(items)
+    async def counted(items, forget=()):
+        puts.append((list(items), list(forget)))
+        await put(items, forget)
 
     store.put = counted
     version = PolicyVersion(step=4)
-    published = await plane.publish(version, part, blob)
-    assert puts == [[f"layout/{part.id}", f"{version}/shard/0", f"{version}/part/0", f"{version}/manifest"]]
+    published = await plane.publish(version, part, blob, retire=[PolicyVersion(step=2), PolicyVersion(step=1)])
+    keys = [f"layout/{part.id}", f"{version}/shard/0", f"{version}/part/0", f"{version}/manifest"]
+    assert puts == [(keys, ["policy@0.2/", "policy@0.1/"])]
     manifest, blobs = await read(WeightPlane(store), version)
     assert (manifest, blobs[0].tolist()) == (published, blob.tolist())
 
