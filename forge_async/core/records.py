@@ -142,7 +142,7 @@ class Samples(Compact):
         starts = np.cumsum(self.lengths) - self.lengths
         return np.minimum.reduceat(np.repeat(runs, self.versions.lengths), starts)
 
-    def select(self, rows: Sequence[int]) -> Samples:
+    def select(self, rows: Sequence[int] | np.ndarray) -> Samples:
         """The samples of `rows`, in that order."""
         chosen = np.asarray(rows, dtype=np.int64)
         if np.array_equal(chosen, np.arange(len(self))):
@@ -202,10 +202,9 @@ def bounds(lengths: np.ndarray) -> np.ndarray:
 
 def _concat_optional(parts: Sequence[Samples]) -> dict[str, Any]:
     """The optional columns but for the kept set, whose rows differ in width."""
-    columns = [part.optional_columns() for part in parts]
     found = {}
     for name in OPTIONAL_COLUMNS[1:]:
-        present = [of_part[name] for of_part in columns if name in of_part]
+        present = [column for part in parts if (column := getattr(part, name)) is not None]
         if present and len(present) != len(parts):
             raise ForgeError(f"Samples with and without {name} cannot be laid together: record it for all or for none.")
         if present:

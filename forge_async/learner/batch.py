@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from forge_async.core.records import Group, Samples
 from forge_async.learner.counts import Counts
 from forge_async.learner.layout import Layout, MicroBatch, lay_out
-from forge_async.learner.prefixes import Prefixes, shared_prefixes
+from forge_async.learner.prefixes import Prefixes, row_after_row, shared_prefixes
 from forge_async.learner.rows import row_lengths
 
 
@@ -63,21 +63,19 @@ def split_batch(
     """
     samples = Samples.concat([group.samples for group in groups])
     origins = [(group.index, number) for group in groups for number in range(len(group.samples))]
-    kept = list(range(len(samples))) if keep_zero_advantage else _rows_with_gradient(samples)
     owners = np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
     indices = tuple(group.index for group in groups)
-    return _shares(samples, kept, owners, num_ranks, layout or Layout(), indices, origins)
+    return _shares(samples, keep_zero_advantage, owners, num_ranks, layout or Layout(), indices, origins)
 
 
 def split_samples(samples: Samples, num_ranks: int, layout: Layout | None = None) -> list[Share]:
     """Cut samples into one share for each rank, even in cost."""
-    rows = list(range(len(samples)))
-    return _shares(samples, rows, np.arange(len(samples)), num_ranks, layout or Layout(), (), [])
+    return _shares(samples, True, np.arange(len(samples)), num_ranks, layout or Layout(), (), [])
 
 
 def _shares(
     batch: Samples,
-    kept: list[int],
+    keep_zero_advantage: bool,
     owners: np.ndarray,
     num_ranks: int,
     layout: Layout,
@@ -85,14 +83,15 @@ def _shares(
     origins: Sequence[tuple[int, int]],
 ) -> list[Share]:
     """`owners`: int [N], the group of each sample, which mini-batches do not divide."""
-    counts = _counts(batch, kept, list(range(len(batch))))
-    computed, parts, skipped = set(kept), [], np.zeros(len(batch), np.int32)
+    tallies = _Tallies.of(batch)
+    kept = np.ones(len(batch), bool) if keep_zero_advantage else tallies.with_advantage
+    mean, std = _moments(batch.advantages[batch.loss_mask & np.repeat(kept, batch.lengths)])
+    counts = tallies.counts(kept, np.ones(len(batch), bool), mean, std)
+    parts, skipped = [], np.zeros(len(batch), np.int32)
     for part in _mini_batches(owners, kept, layout.mini_batches):
-        own = [row for row in part if row in computed]
+        own = np.flatnonzero(part & kept)
         laid, skipped[own] = lay_out_samples(batch.select(own), layout, num_ranks)
-        moments = {"advantage_mean": counts.advantage_mean, "advantage_std": counts.advantage_std}
-        of_ranks = [[[[own[place] for place in row] for row in batch] for batch in of_rank] for of_rank in laid]
-        parts.append((replace(_counts(batch, own, part), **moments), of_ranks))
+        parts.append(_Part(counts=tallies.counts(part & kept, part, mean, std), samples=own, laid=laid))
     return [_share(batch, rank, counts, parts, groups, origins, skipped) for rank in range(num_ranks)]
 
 
@@ -100,63 +99,90 @@ def lay_out_samples(samples: Samples, layout: Layout, num_ranks: int) -> tuple[l
     """The micro-batches of each rank, and of each sample, int32 [N], the first tokens that its row holds already."""
     shares = layout.packed and layout.share_prompts
     prefixes = shared_prefixes(samples) if shares else Prefixes.none(len(samples))
-    ranks = lay_out(row_lengths(samples).tolist(), layout, num_ranks, prefixes)
+    ranks = lay_out(row_lengths(samples), layout, num_ranks, prefixes)
+    order, rows = row_after_row([row for of_rank in ranks for batch in of_rank for row in batch])
     skipped = np.zeros(len(samples), np.int32)
-    for row in (row for of_rank in ranks for batch in of_rank for row in batch):
-        skipped[list(row)] = prefixes.skipped(row)
+    skipped[order] = prefixes.skipped(order, rows)
     return ranks, skipped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A mini-batch, all ranks."""
+
+    counts: Counts
+    samples: np.ndarray
+    """int64 [n], those of the batch that it computes."""
+    laid: Sequence[Sequence[MicroBatch]]
+    """Micro-batches of each rank: places in `samples`."""
 
 
 def _share(
     batch: Samples,
     rank: int,
     counts: Counts,
-    parts: Sequence[tuple[Counts, Sequence[Sequence[MicroBatch]]]],
+    parts: Sequence[_Part],
     groups: tuple[int, ...],
     origins: Sequence[tuple[int, int]],
     skipped: np.ndarray,
 ) -> Share:
-    mine = sorted(index for _, of_ranks in parts for each in of_ranks[rank] for row in each for index in row)
-    places = {index: place for place, index in enumerate(mine)}
+    laid = [row_after_row([row for each in part.laid[rank] for row in each])[0] for part in parts]
+    mine = np.sort(np.concatenate([part.samples[places] for part, places in zip(parts, laid, strict=True)]))
+    mini_batches = []
+    for part in parts:
+        places = np.searchsorted(mine, part.samples).tolist()
+        own = [[[places[index] for index in row] for row in each] for each in part.laid[rank]]
+        mini_batches.append(MiniBatch(counts=part.counts, batches=own))
     return Share(
-        samples=batch.select(mine) if mine else None,
+        samples=batch.select(mine) if len(mine) else None,
         counts=counts,
-        mini_batches=tuple(
-            MiniBatch(
-                counts=own,
-                batches=[[[places[index] for index in row] for row in each] for each in of_ranks[rank]],
-            )
-            for own, of_ranks in parts
-        ),
+        mini_batches=tuple(mini_batches),
         group_indices=groups,
-        origins=tuple(origins[index] for index in mine) if origins else (),
+        origins=tuple([origins[index] for index in mine.tolist()]) if origins else (),
         skipped=skipped[mine] if skipped[mine].any() else None,
     )
 
 
-def _mini_batches(owners: np.ndarray, kept: Sequence[int], count: int) -> list[list[int]]:
-    """Samples of each mini-batch: groups are dealt out in turn, those that are computed before the others."""
-    computed = set(owners[kept].tolist())
-    order = sorted(set(owners.tolist()), key=lambda owner: (owner not in computed, owner))
-    of_owner = {owner: number % count for number, owner in enumerate(order)}
-    found: list[list[int]] = [[] for _ in range(count)]
-    for row, owner in enumerate(owners.tolist()):
-        found[of_owner[owner]].append(row)
-    return found
+def _mini_batches(owners: np.ndarray, kept: np.ndarray, count: int) -> list[np.ndarray]:
+    """bool [N], the samples of each mini-batch: groups are dealt out in turn, those that are computed first."""
+    if count == 1:
+        return [np.ones(len(owners), bool)]
+    groups, group_of = np.unique(owners, return_inverse=True)
+    computed = np.isin(groups, owners[kept])
+    number = np.empty(len(groups), np.int64)
+    number[np.argsort(~computed, kind="stable")] = np.arange(len(groups)) % count
+    return [number[group_of] == part for part in range(count)]
 
 
-def _counts(batch: Samples, kept: list[int], whole: list[int]) -> Counts:
-    """Of the samples `kept` among those of `whole`."""
-    samples, everything = batch.select(kept), batch.select(whole)
-    mean, std = _moments(samples.advantages[samples.loss_mask])
-    return Counts(
-        num_loss_tokens=samples.num_loss_tokens,
-        num_samples=_num_with_loss(samples),
-        num_batch_samples=len(everything),
-        num_samples_with_advantage=len(_rows_with_gradient(everything)),
-        advantage_mean=mean,
-        advantage_std=std,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tallies:
+    """What is counted of each sample of a batch."""
+
+    trained: np.ndarray
+    """int64 [N], tokens that are trained on."""
+    with_advantage: np.ndarray
+    """bool [N], whether a token has an advantage other than 0."""
+
+    @classmethod
+    def of(cls, batch: Samples) -> _Tallies:
+        edges = batch.bounds()
+
+        def in_each(flags: np.ndarray) -> np.ndarray:
+            return np.diff(np.concatenate([[0], np.cumsum(flags)])[edges])
+
+        # "!= 0" rather than "> 0": an advantage that is not a number must reach the learner, which refuses it by name.
+        return cls(trained=in_each(batch.loss_mask), with_advantage=in_each(batch.advantages != 0) > 0)
+
+    def counts(self, kept: np.ndarray, whole: np.ndarray, mean: float, std: float) -> Counts:
+        """Of the samples `kept` among those of `whole`, bool [N] each; with the moments of the advantages."""
+        return Counts(
+            num_loss_tokens=int(self.trained[kept].sum()),
+            num_samples=int(np.count_nonzero(self.trained[kept])),
+            num_batch_samples=int(np.count_nonzero(whole)),
+            num_samples_with_advantage=int(np.count_nonzero(self.with_advantage & whole)),
+            advantage_mean=mean,
+            advantage_std=std,
+        )
 
 
 def _moments(advantages: np.ndarray) -> tuple[float, float]:
@@ -164,14 +190,3 @@ def _moments(advantages: np.ndarray) -> tuple[float, float]:
     with np.errstate(invalid="ignore"):
         wide = advantages.astype(np.float64)
         return (float(wide.mean()), float(wide.std())) if len(wide) else (0.0, 1.0)
-
-
-def _num_with_loss(samples: Samples) -> int:
-    edges = samples.bounds()[:-1]
-    return int(np.logical_or.reduceat(samples.loss_mask, edges).sum()) if len(samples) else 0
-
-
-def _rows_with_gradient(samples: Samples) -> list[int]:
-    edges = samples.bounds()[:-1]
-    # "!= 0" rather than "> 0": an advantage that is not a number must reach the learner, which refuses it by name.
-    return np.flatnonzero(np.logical_or.reduceat(samples.advantages != 0, edges)).tolist() if len(samples) else []

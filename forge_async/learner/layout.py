@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
+
+from forge_async.core.records import bounds
 from forge_async.learner.packing import balanced_micro_batches, micro_batches, pack_rows, partition, sample_costs
-from forge_async.learner.prefixes import Prefixes
+from forge_async.learner.prefixes import Prefixes, row_after_row
 from forge_async.learner.settings import ATTENTION_TOKENS
 
 if TYPE_CHECKING:
@@ -18,8 +22,6 @@ if TYPE_CHECKING:
 
 MicroBatch: TypeAlias = Sequence[Sequence[int]]
 """Of each row the indices of its samples, those of one family side by side; no row: nothing to compute."""
-_Piece: TypeAlias = Sequence[int]
-"""Samples that are laid side by side: one, or some that begin alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,7 @@ class Layout:
 
 
 def lay_out(
-    lengths: Sequence[int], layout: Layout, num_ranks: int = 1, prefixes: Prefixes | None = None
+    lengths: Sequence[int] | np.ndarray, layout: Layout, num_ranks: int = 1, prefixes: Prefixes | None = None
 ) -> list[list[MicroBatch]]:
     """The micro-batches of each rank, as many on each, within the limits of `layout`.
 
@@ -69,14 +71,15 @@ def lay_out(
         num_ranks: ranks that split the batch.
         prefixes: which samples begin alike; None: nothing is shared.
     """
-    if not lengths:
+    if not len(lengths):
         return [[] for _ in range(num_ranks)]
     laying = _Laying(lengths, layout, prefixes or Prefixes.none(len(lengths)))
     lay = (
         [laying.shared] if not layout.packed else [laying.shared, laying.dealt] if num_ranks > 1 else [laying.by_width]
     )
     ways = [each(pieces, num_ranks) for pieces in laying.ways_to_cut() for each in lay]
-    return ways[0] if len(ways) == 1 else min(ways, key=laying.step_cost)
+    rows_of_ranks = ways[0] if len(ways) == 1 else min(ways, key=_step_cost)
+    return [_micro_batches_of(rows, batches) for rows, batches in rows_of_ranks]
 
 
 def step_cost(
@@ -86,98 +89,161 @@ def step_cost(
     prefixes: Prefixes | None = None,
 ) -> float:
     """Time of a step, in tokens of short samples: of each micro-batch that of the slowest rank, padding included."""
-    layout = Layout(attention_tokens=attention_tokens)
-    return _Laying(lengths, layout, prefixes or Prefixes.none(len(lengths))).step_cost(ranks)
+    laying = _Laying(lengths, Layout(attention_tokens=attention_tokens), prefixes or Prefixes.none(len(lengths)))
+    way: _Way = []
+    for of_rank in ranks:
+        order, rows = row_after_row([row for batch in of_rank for row in batch])
+        numbers = iter(range(len(lengths)))
+        way.append((laying.measured(order, np.bincount(rows)), [[next(numbers) for _ in batch] for batch in of_rank]))
+    return _step_cost(way)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lines:
+    """Samples that lie side by side: pieces, which are one sample or some that begin alike; or rows of pieces."""
+
+    order: np.ndarray
+    """int64 [N], the samples, line after line."""
+    sizes: np.ndarray
+    """int64 [L], samples of each line."""
+    widths: list[int]
+    """Tokens of each line, a beginning that is shared counted once."""
+    costs: list[float]
+    """The same in tokens of short samples."""
+
+
+_Way: TypeAlias = list[tuple[_Lines, list[list[int]]]]
+"""A layout: of each rank its rows, and of each of its micro-batches the numbers of the rows in it."""
+
+
+def _micro_batches_of(rows: _Lines, batches: Sequence[Sequence[int]]) -> list[MicroBatch]:
+    samples, edges = rows.order.tolist(), bounds(rows.sizes).tolist()
+    lists = [samples[start:stop] for start, stop in pairwise(edges)]
+    return [[lists[number] for number in batch] for batch in batches]
+
+
+def _step_cost(way: _Way) -> float:
+    """As `step_cost`."""
+
+    def cost(rows: _Lines, batch: Sequence[int]) -> float:
+        widths = [rows.widths[number] for number in batch]
+        padding = len(widths) * max(widths, default=0) - sum(widths)
+        return padding + sum([rows.costs[number] for number in batch])
+
+    of_ranks = [[cost(rows, batch) for batch in batches] for rows, batches in way]
+    return sum(map(max, zip(*of_ranks, strict=True)))
 
 
 class _Laying:
     """One batch of samples, and the ways to lay it out."""
 
-    def __init__(self, lengths: Sequence[int], layout: Layout, prefixes: Prefixes) -> None:
-        self._lengths, self._layout, self._prefixes = lengths, layout, prefixes
-        self._costs = sample_costs(lengths, layout.attention_tokens)
+    def __init__(self, lengths: Sequence[int] | np.ndarray, layout: Layout, prefixes: Prefixes) -> None:
+        self._lengths, self._layout, self._prefixes = np.asarray(lengths, np.int64), layout, prefixes
+        self._costs = sample_costs(self._lengths, layout.attention_tokens)
+        self._prefix_costs = sample_costs(prefixes.lengths, layout.attention_tokens)
+        self._by_family = np.argsort(prefixes.families, kind="stable")
+        """The samples, those of a family side by side."""
+        self._place = np.empty_like(self._by_family)
+        """Of each sample its place there."""
+        self._place[self._by_family] = np.arange(len(self._lengths))
 
-    def ways_to_cut(self) -> list[list[_Piece]]:
+    def ways_to_cut(self) -> list[_Lines]:
         """Sample by sample; and where some may share their prompts, family by family before that."""
-        alone: list[_Piece] = [[index] for index in range(len(self._lengths))]
+        alone = _Lines(
+            order=np.arange(len(self._lengths)),
+            sizes=np.ones_like(self._lengths),
+            widths=self._lengths.tolist(),
+            costs=self._costs.tolist(),
+        )
         return [self._families(), alone] if self._layout.packed and self._prefixes.any_shared else [alone]
 
-    def shared(self, pieces: Sequence[_Piece], num_ranks: int) -> list[list[MicroBatch]]:
+    def shared(self, pieces: _Lines, num_ranks: int) -> _Way:
         """Pieces to ranks by cost; then each rank lays out its own."""
-        shares = partition([self._cost(piece) for piece in pieces], num_ranks)
-        rows = [self._rows([pieces[place] for place in share]) for share in shares]
+        rows = [self._rows(pieces, share) for share in partition(pieces.costs, num_ranks)]
         count = max(len(self._cut(of_rank)) for of_rank in rows)
-        return [self._micro_batches(of_rank, count) for of_rank in rows]
+        return [(of_rank, self._micro_batches(of_rank, count)) for of_rank in rows]
 
-    def dealt(self, pieces: Sequence[_Piece], num_ranks: int) -> list[list[MicroBatch]]:
+    def dealt(self, pieces: _Lines, num_ranks: int) -> _Way:
         """Micro-batches of all pieces, from the costliest on, to one rank after the other."""
         rows = self._rows(pieces)
         rounds = -(-len(self._cut(rows)) // num_ranks)
         batches = self._micro_batches(rows, rounds * num_ranks)
-        return [batches[rank::num_ranks] for rank in range(num_ranks)]
+        return [(rows, batches[rank::num_ranks]) for rank in range(num_ranks)]
 
-    def by_width(self, pieces: Sequence[_Piece], num_ranks: int) -> list[list[MicroBatch]]:
+    def by_width(self, pieces: _Lines, num_ranks: int) -> _Way:
         """For one rank: the widest rows in one micro-batch, the next in another."""
         assert num_ranks == 1, "micro-batches of several ranks must cost the same, not be of a width"
         rows = self._rows(pieces)
-        widths = [self._width(row) for row in rows]
-        order = sorted(range(len(rows)), key=lambda number: -widths[number])
-        cut = micro_batches([widths[number] for number in order], self._layout.micro_batch_tokens)
-        return [[[rows[number] for number in sorted(order[place] for place in batch)] for batch in cut]]
+        order = sorted(range(len(rows.widths)), key=rows.widths.__getitem__, reverse=True)
+        cut = micro_batches([rows.widths[number] for number in order], self._layout.micro_batch_tokens)
+        return [(rows, [sorted([order[place] for place in batch]) for batch in cut])]
 
-    def step_cost(self, ranks: Sequence[Sequence[MicroBatch]]) -> float:
-        """As the function of this name."""
+    def measured(self, order: np.ndarray, sizes: np.ndarray) -> _Lines:
+        """Lines of so many samples, int64 [L], in the order in which they are to lie, int64 [N]."""
+        numbers = np.repeat(np.arange(len(sizes)), sizes)
+        skipped = self._prefixes.skipped(order, numbers)
 
-        def cost(batch: MicroBatch) -> float:
-            widths = [self._width(row) for row in batch]
-            padding = len(widths) * max(widths, default=0) - sum(widths)
-            return padding + sum(map(self._cost, batch))
+        def sums(values: np.ndarray) -> np.ndarray:
+            return np.bincount(numbers, values, minlength=len(sizes))
 
-        return sum(max(cost(batch) for batch in at_once) for at_once in zip(*ranks, strict=True))
+        return _Lines(
+            order=order,
+            sizes=sizes,
+            widths=sums(self._lengths[order] - skipped).astype(np.int64).tolist(),
+            costs=(sums(self._costs[order]) - sums(self._prefix_costs[order] * (skipped > 0))).tolist(),
+        )
 
-    def _families(self) -> list[_Piece]:
+    def _families(self) -> _Lines:
         """The samples of each family, in as few pieces as fit into rows."""
-        members: dict[int, list[int]] = {}
-        for index, family in enumerate(self._prefixes.families):
-            members.setdefault(family, []).append(index)
-        pieces: list[_Piece] = []
-        for family in members.values():
-            prefix = self._prefixes.lengths[family[0]]
-            own = [self._lengths[index] - prefix for index in family]
-            room = max(self._layout.row_tokens - prefix, *own)
-            pieces += [[family[place] for place in piece] for piece in pack_rows(own, room)]
-        return pieces
+        families, lengths = self._prefixes.families[self._by_family], self._prefixes.lengths[self._by_family]
+        own = self._lengths[self._by_family] - lengths
+        firsts = np.flatnonzero(np.diff(families, prepend=-1))
+        rooms = np.maximum(self._layout.row_tokens - lengths[firsts], np.maximum.reduceat(own, firsts))
+        sizes, order = np.diff(firsts, append=len(families)), self._by_family
+        if (too_wide := np.add.reduceat(own, firsts) > rooms).any():
+            pieces: list[np.ndarray] = []
+            for first, size, room, cut in zip(firsts.tolist(), sizes.tolist(), rooms.tolist(), too_wide, strict=True):
+                members = order[first : first + size]
+                packed = pack_rows(own[first : first + size].tolist(), room) if cut else [range(size)]
+                pieces += [members[piece] for piece in packed]
+            order, sizes = np.concatenate(pieces), np.array([len(piece) for piece in pieces])
+        return self.measured(order, sizes)
 
-    def _width(self, row: Sequence[int]) -> int:
-        """Tokens of samples that lie side by side, each beginning that is shared counted once."""
-        if len(row) == 1:
-            return self._lengths[row[0]]
-        return sum(self._lengths[index] for index in row) - sum(self._prefixes.skipped(row))
+    def _rows(self, pieces: _Lines, chosen: Sequence[int] | None = None) -> _Lines:
+        """The rows of some pieces, of all by default; in a row the samples of a family lie side by side."""
+        if chosen is not None:
+            pieces = _some(pieces, np.array(chosen, dtype=np.int64))
+        if not self._layout.packed or not pieces.widths:
+            return pieces
+        places, rows = row_after_row(pack_rows(pieces.widths, max(self._layout.row_tokens, *pieces.widths)))
+        numbers = np.empty_like(rows)
+        numbers[places] = rows
+        # By row, then by place among the families: one key for both.
+        key = np.repeat(numbers, pieces.sizes) * len(self._lengths) + self._place[pieces.order]
+        key.sort()
+        rows, places = np.divmod(key, len(self._lengths))
+        return self.measured(self._by_family[places], np.bincount(rows))
 
-    def _cost(self, row: Sequence[int]) -> float:
-        """The same in tokens of short samples."""
-        if len(row) == 1:
-            return self._costs[row[0]]
-        whole = sum(self._costs[index] for index in row)
-        return whole - sum(sample_costs(self._prefixes.skipped(row), self._layout.attention_tokens))
-
-    def _rows(self, pieces: Sequence[_Piece]) -> list[list[int]]:
-        if not self._layout.packed or not pieces:
-            return [[*piece] for piece in pieces]
-        widths = [self._width(piece) for piece in pieces]
-        width = min(max(self._layout.row_tokens, *widths), sum(widths))
-        rows = [[index for place in row for index in pieces[place]] for row in pack_rows(widths, width)]
-        return [sorted(row, key=lambda index: (self._prefixes.families[index], index)) for row in rows]
-
-    def _cut(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    def _cut(self, rows: _Lines) -> list[list[int]]:
         """Rows of each micro-batch, in order."""
-        return micro_batches([self._width(row) for row in rows], self._layout.micro_batch_tokens)
+        return micro_batches(rows.widths, self._layout.micro_batch_tokens)
 
-    def _micro_batches(self, rows: list[list[int]], count: int) -> list[MicroBatch]:
+    def _micro_batches(self, rows: _Lines, count: int) -> list[list[int]]:
         """Rows spread over `count` micro-batches, the costliest first."""
-        cut = self._cut(rows)
         if self._layout.packed:
-            widths, costs = [self._width(row) for row in rows], [self._cost(row) for row in rows]
-            cut = balanced_micro_batches(widths, costs, self._layout.micro_batch_tokens, count)
-        cut += [[] for _ in range(count - len(cut))]
-        return [[rows[number] for number in batch] for batch in cut]
+            return balanced_micro_batches(rows.widths, rows.costs, self._layout.micro_batch_tokens, count)
+        cut = self._cut(rows)
+        return cut + [[] for _ in range(count - len(cut))]
+
+
+def _some(lines: _Lines, chosen: np.ndarray) -> _Lines:
+    """Those lines that are chosen, int64 [n], in that order."""
+    sizes = lines.sizes[chosen]
+    # Sample i of the result lies as far behind its line's first as it does in `lines`.
+    ahead = bounds(lines.sizes)[chosen] - bounds(sizes)[:-1]
+    return _Lines(
+        order=lines.order[np.repeat(ahead, sizes) + np.arange(sizes.sum())],
+        sizes=sizes,
+        widths=[lines.widths[number] for number in chosen.tolist()],
+        costs=[lines.costs[number] for number in chosen.tolist()],
+    )

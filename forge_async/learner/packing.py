@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
+from itertools import groupby
+
+import numpy as np
 
 
-def sample_costs(lengths: Sequence[int], attention_tokens: int) -> list[float]:
-    """What each sample costs, in tokens of short samples: L + L^2 / attention_tokens.
+def sample_costs(lengths: np.ndarray, attention_tokens: int) -> np.ndarray:
+    """float64 [N], what each sample of int64 [N] tokens costs, in tokens of short samples: L + L^2 / attention_tokens.
 
     The part that is linear in the length is that of the projections, the quadratic one is attention's; both are equal
     at a length of `attention_tokens`.
     """
-    return [length + length * length / attention_tokens for length in lengths]
+    return lengths + lengths * lengths / attention_tokens
 
 
 def pack_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
@@ -21,26 +25,37 @@ def pack_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
     first member, so that equal inputs always give the same batches.
 
     Args:
-        lengths: tokens of each sample.
+        lengths: tokens of each sample, at least 1.
         row_tokens: tokens of a row.
 
     Returns indices of the samples of each row.
     """
     rows: list[list[int]] = []
     free: list[int] = []
-    place, before = 0, -1
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[index]
-        if length != before:  # where one did not fit, others of its length do not either
-            place, before = 0, length
-        while place < len(rows) and length > free[place]:
-            place += 1
-        if place == len(rows):
-            rows.append([])
-            free.append(row_tokens)
-        rows[place].append(index)
-        free[place] -= length
-    return sorted(sorted(row) for row in rows)
+    longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    shortest = min(lengths, default=1)
+    not_full: list[int] = []
+    for length, same in groupby(longest_first, key=lengths.__getitem__):
+        samples, placed = list(same), 0
+        for row in not_full:
+            if placed == len(samples):
+                break
+            if (room := free[row] // length) > 0:
+                more = samples[placed : placed + room]
+                rows[row] += more
+                free[row] -= length * len(more)
+                placed += len(more)
+        while placed < len(samples):
+            more = samples[placed : placed + max(row_tokens // length, 1)]
+            not_full.append(len(rows))
+            rows.append(more)
+            free.append(row_tokens - length * len(more))
+            placed += len(more)
+        not_full = [row for row in not_full if free[row] >= shortest]
+    for row in rows:
+        row.sort()
+    rows.sort()
+    return rows
 
 
 def micro_batches(row_widths: Sequence[int], micro_batch_tokens: int) -> list[list[int]]:
@@ -78,23 +93,31 @@ def balanced_micro_batches(
     Returns indices of the rows of each micro-batch; some may be empty.
     """
     batches: list[list[int]] = [[] for _ in range(count)]
-    load, widest = [0.0] * count, [0] * count
-    for row in sorted(range(len(row_widths)), key=lambda r: (-row_costs[r], r)):
-        width = row_widths[row]
-        fits = (
-            at
-            for at, rows in enumerate(batches)
-            if not rows or (len(rows) + 1) * max(widest[at], width) <= micro_batch_tokens
-        )
-        place = min(fits, key=lambda at: (load[at], at), default=None)
-        if place is None:
+    widest = [0] * count
+    least_load = [(0.0, at) for at in range(count)]
+    """A heap of the micro-batches that may still take a row."""
+    for row in sorted(range(len(row_widths)), key=row_costs.__getitem__, reverse=True):
+        width, too_full = row_widths[row], []
+        while least_load and _exceeds(micro_batch_tokens, batches[at := least_load[0][1]], max(widest[at], width)):
+            if not _exceeds(micro_batch_tokens, batches[at], widest[at]):  # a narrower row may fit
+                too_full.append(least_load[0])
+            heapq.heappop(least_load)
+        if not least_load:
             batches = micro_batches(row_widths, micro_batch_tokens)
             batches += [[] for _ in range(count - len(batches))]
             break
+        load, place = least_load[0]
         batches[place].append(row)
-        load[place] += row_costs[row]
         widest[place] = max(widest[place], width)
+        heapq.heapreplace(least_load, (load + row_costs[row], place))
+        for each in too_full:
+            heapq.heappush(least_load, each)
     return sorted(map(sorted, batches), key=lambda rows: -sum(row_costs[row] for row in rows))
+
+
+def _exceeds(micro_batch_tokens: int, rows: Sequence[int], width: int) -> bool:
+    """Whether one row more, the widest then being of that width, is too much; the first row never is."""
+    return bool(rows) and (len(rows) + 1) * width > micro_batch_tokens
 
 
 def partition(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
@@ -105,9 +128,9 @@ def partition(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
     if num_ranks == 1:
         return [list(range(len(costs)))]
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    load = [0.0] * num_ranks
-    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        rank = min(range(num_ranks), key=lambda r: (load[r], r))
+    loads = [(0.0, rank) for rank in range(num_ranks)]
+    for index in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
+        load, rank = loads[0]
         shares[rank].append(index)
-        load[rank] += costs[index]
+        heapq.heapreplace(loads, (load + costs[index], rank))
     return [sorted(share) for share in shares]

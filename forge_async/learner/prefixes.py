@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -19,27 +20,39 @@ from forge_async.core.records import Samples
 class Prefixes:
     """Which samples begin alike, and how far."""
 
-    families: Sequence[int]
-    """Of each sample the first one that begins as it does; its own number where none does before it."""
-    lengths: Sequence[int]
-    """Tokens of each sample's beginning, the same in a family; less than the sample has."""
+    families: np.ndarray
+    """int64 [N], of each sample the first one that begins as it does; its own number where none does before it."""
+    lengths: np.ndarray
+    """int64 [N], tokens of each sample's beginning, the same in a family; less than the sample has."""
 
     @classmethod
     def none(cls, num_samples: int) -> Prefixes:
         """Nobody shares anything."""
-        return cls(families=range(num_samples), lengths=[0] * num_samples)
+        return cls(families=np.arange(num_samples), lengths=np.zeros(num_samples, np.int64))
 
     @property
     def any_shared(self) -> bool:
         """Whether two samples begin alike."""
-        return any(family != index and self.lengths[index] for index, family in enumerate(self.families))
+        return bool(((self.families != np.arange(len(self.families))) & (self.lengths > 0)).any())
 
-    def skipped(self, row: Sequence[int]) -> list[int]:
-        """Of each sample of a row how many of its first tokens the row holds already: those of its family's first."""
-        before = [-1, *(self.families[index] for index in row[:-1])]
-        return [
-            self.lengths[index] if self.families[index] == last else 0 for index, last in zip(row, before, strict=True)
-        ]
+    def skipped(self, order: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """How many of each sample's first tokens its row holds already: those of the sample before it, if it is of its
+        family; int64 [N] in the order given.
+
+        Args:
+            order: int [N], the samples row after row.
+            rows: int [N], the row of each.
+        """
+        families, follows = self.families[order], np.zeros(len(order), bool)
+        follows[1:] = (families[1:] == families[:-1]) & (rows[1:] == rows[:-1])
+        return self.lengths[order] * follows
+
+
+def row_after_row(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """The samples of all rows in order, and the row's number of each; int64 [N]."""
+    sizes = np.fromiter(map(len, rows), np.int64, len(rows))
+    order = np.fromiter(chain.from_iterable(rows), np.int64, sizes.sum())
+    return order, np.repeat(np.arange(len(rows)), sizes)
 
 
 def shared_prefixes(samples: Samples) -> Prefixes:
@@ -47,24 +60,33 @@ def shared_prefixes(samples: Samples) -> Prefixes:
 
     Where experts are forced on tokens, those of the beginning must be the same too.
     """
-    edges = samples.bounds()
+    edges, width = samples.bounds(), samples.token_ids.itemsize
     trained = np.flatnonzero(samples.loss_mask)
     first = np.append(trained, samples.num_tokens)[np.searchsorted(trained, edges[:-1])]
     # One token is left for each sample; one without a token to train on shares nothing.
-    lengths = np.where(first < edges[1:], first - edges[:-1] - 1, 0).clip(min=0).tolist()
-    starts, routed = edges[:-1].tolist(), samples.routed_experts
-    firsts: dict[bytes, list[int]] = {}
-    """Of each beginning the first samples that have it: one, or one for each way in which its tokens were routed."""
+    lengths = np.where(first < edges[1:], first - edges[:-1] - 1, 0).clip(min=0)
+    starts, stops = (width * edges[:-1]).tolist(), (width * (edges[:-1] + lengths)).tolist()
+    data, begun = samples.token_ids.tobytes(), dict[bytes, int]()
+    families = [
+        begun.setdefault(data[start:stop], index) if start < stop else index
+        for index, (start, stop) in enumerate(zip(starts, stops, strict=True))
+    ]
+    if samples.routed_experts is not None:
+        families = _routed_alike(samples.routed_experts, families, edges[:-1].tolist(), lengths.tolist())
+    return Prefixes(families=np.array(families, dtype=np.int64), lengths=lengths)
 
-    def routed_alike(one: int, other: int) -> bool:
-        here, there = (slice(starts[index], starts[index] + lengths[index]) for index in (one, other))
-        return routed is None or np.array_equal(routed[here], routed[there])
 
-    families = list(range(len(samples)))
-    for index, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        if length:
-            alike = firsts.setdefault(samples.token_ids[start : start + length].tobytes(), [])
-            families[index] = next((first for first in alike if routed_alike(first, index)), index)
-            if families[index] == index:
-                alike.append(index)
-    return Prefixes(families=families, lengths=lengths)
+def _routed_alike(
+    routed: np.ndarray, families: Sequence[int], starts: Sequence[int], lengths: Sequence[int]
+) -> list[int]:
+    """Families, each taken apart by the experts that the tokens of its beginning took; `routed`: [T, ...]."""
+    firsts: dict[int, list[int]] = {}
+    """Of each beginning the first samples of each way in which its tokens were routed."""
+    found: list[int] = []
+    for index, (family, start, length) in enumerate(zip(families, starts, lengths, strict=True)):
+        own, ways = routed[start : start + length], firsts.setdefault(family, [])
+        alike = (way for way in ways if np.array_equal(routed[starts[way] : starts[way] + length], own))
+        found.append(next(alike, index))
+        if found[-1] == index:
+            ways.append(index)
+    return found

@@ -42,6 +42,10 @@ def some_samples(draw):
     )
 
 
+def costs_of(lengths, attention_tokens):
+    return sample_costs(np.array(lengths, dtype=np.int64), attention_tokens).tolist()
+
+
 @given(lengths, st.integers(1, 50))
 def test_every_sample_lies_in_exactly_one_row(lengths, row_tokens):
     rows = pack_rows(lengths, row_tokens)
@@ -92,14 +96,14 @@ def test_shares_hold_every_sample_once_and_differ_by_less_than_the_longest(lengt
 
 @given(lengths, st.integers(1, 6), st.integers(1, 100))
 def test_shares_differ_in_cost_by_less_than_the_costliest_sample(lengths, num_ranks, attention_tokens):
-    costs = sample_costs(lengths, attention_tokens)
+    costs = costs_of(lengths, attention_tokens)
     loads = [sum(costs[index] for index in share) for share in partition(costs, num_ranks)]
     assert max(loads) - min(loads) <= max(costs, default=0) * (1 + 1e-9)
 
 
 @given(lengths, st.integers(1, 100), st.integers(0, 5), st.integers(1, 100))
 def test_balanced_micro_batches_hold_every_row_once_within_the_limit_costliest_first(widths, limit, more, length):
-    costs = sample_costs(widths, length)
+    costs = costs_of(widths, length)
     count = len(micro_batches(widths, limit)) + more
     batches = balanced_micro_batches(widths, costs, limit, count)
     assert len(batches) == count
@@ -130,7 +134,7 @@ def families(draw):
     beginnings = draw(st.lists(st.integers(0, 12), min_size=5, max_size=5))
     lengths = [beginnings[label] + draw(st.integers(1, 25)) for label in labels]
     return lengths, Prefixes(
-        families=[labels.index(label) for label in labels], lengths=[beginnings[x] for x in labels]
+        families=np.array([labels.index(label) for label in labels]), lengths=np.array([beginnings[x] for x in labels])
     )
 
 
@@ -164,7 +168,7 @@ def test_families_lie_side_by_side_within_the_limits(family, layout, num_ranks):
 def test_groups_of_one_prompt_make_a_shorter_step_than_samples_apart(groups_a_rank, prompt, num_ranks):
     """Eight samples each with a prompt as long as their completions: with rows for a group, 7/16 of the tokens less."""
     lengths = [prompt + prompt] * 8 * groups_a_rank * num_ranks
-    prefixes = Prefixes(families=[8 * (index // 8) for index in range(len(lengths))], lengths=[prompt] * len(lengths))
+    prefixes = Prefixes(families=np.arange(len(lengths)) // 8 * 8, lengths=np.full(len(lengths), prompt))
     layout = Layout(row_tokens=9 * prompt, micro_batch_tokens=9 * prompt)
     together = step_cost(lay_out(lengths, layout, num_ranks, prefixes), lengths, layout.attention_tokens, prefixes)
     apart = step_cost(lay_out(lengths, layout, num_ranks), lengths, layout.attention_tokens)
@@ -186,7 +190,7 @@ def test_ranks_have_equally_many_micro_batches_within_the_limits_and_every_sampl
 
 @given(lengths.filter(bool), layouts, st.integers(1, 6))
 def test_no_step_is_longer_than_when_ranks_share_samples_by_cost(lengths, layout, num_ranks):
-    shares = partition(sample_costs(lengths, layout.attention_tokens), num_ranks)
+    shares = partition(costs_of(lengths, layout.attention_tokens), num_ranks)
     alone = [lay_out([lengths[i] for i in share], layout)[0] for share in shares]
     slowest = max(sum(step_cost([[batch]], [lengths[i] for i in share], layout.attention_tokens) for batch in batches)
                   for share, batches in zip(shares, alone, strict=True))  # fmt: skip

@@ -1,3 +1,5 @@
+import numpy as np
+
 from forge_async.learner.packing import balanced_micro_batches, micro_batches, pack_rows, partition, sample_costs
 
 
@@ -25,7 +27,7 @@ def test_ranks_without_a_sample_get_an_empty_share():
 
 
 def test_a_long_sample_weighs_against_more_tokens_in_short_ones():
-    costs = sample_costs([8, 2, 2, 2, 2, 2, 2], attention_tokens=4)
+    costs = sample_costs(np.array([8, 2, 2, 2, 2, 2, 2]), attention_tokens=4).tolist()
     assert costs == [24, 3, 3, 3, 3, 3, 3]
     assert partition(costs, 2) == [[0], [1, 2, 3, 4, 5, 6]]
 
