@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -136,11 +137,7 @@ class Samples(Compact):
 
     def oldest_steps(self) -> np.ndarray:
         """int32 [N], the step of each sample's oldest sampled token; the largest int32 where nothing was sampled."""
-        if not len(self):
-            return np.zeros(0, dtype=np.int32)
-        runs = np.where(self.versions.steps < 0, _NO_STEP, self.versions.steps)
-        starts = np.cumsum(self.lengths) - self.lengths
-        return np.minimum.reduceat(np.repeat(runs, self.versions.lengths), starts)
+        return oldest_steps([self])[0]
 
     def select(self, rows: Sequence[int] | np.ndarray) -> Samples:
         """The samples of `rows`, in that order."""
@@ -193,6 +190,18 @@ class Group(Compact):
     def oldest_step(self) -> int:
         """The step of the oldest token of the group: what its staleness is measured from (Law 2)."""
         return int(self.samples.oldest_steps().min())
+
+
+def oldest_steps(parts: Sequence[Samples]) -> list[np.ndarray]:
+    """`Samples.oldest_steps` of each part, worked out of all together: it takes no longer for many than for one."""
+    edges = list(accumulate((len(part) for part in parts), initial=0))
+    if not edges[-1]:
+        return [np.zeros(0, np.int32) for _ in parts]
+    lengths = np.concatenate([part.lengths for part in parts])
+    steps = np.concatenate([part.versions.steps for part in parts])
+    per_token = np.repeat(np.where(steps < 0, _NO_STEP, steps), np.concatenate([p.versions.lengths for p in parts]))
+    oldest = np.minimum.reduceat(per_token, np.cumsum(lengths) - lengths)
+    return [oldest[start:stop] for start, stop in pairwise(edges)]
 
 
 def bounds(lengths: np.ndarray) -> np.ndarray:

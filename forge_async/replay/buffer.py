@@ -61,8 +61,8 @@ class Buffer:
 
 def group_bytes(group: Group) -> int:
     """Bytes of a group's arrays."""
-    samples = group.samples
+    samples, versions = group.samples, group.samples.versions
     columns = (samples.lengths, samples.token_ids, samples.loss_mask, samples.logprobs, samples.advantages)
-    versions = (samples.versions.lengths, samples.versions.steps, samples.versions.incarnations)
-    optional = (column for column in (samples.kept_set, samples.routed_experts) if column is not None)
-    return sum(array.nbytes for array in (*columns, *versions, *optional, group.rewards))
+    arrays = [*columns, versions.lengths, versions.steps, versions.incarnations, group.rewards]
+    arrays += [column for column in (samples.kept_set, samples.routed_experts) if column is not None]
+    return sum([array.nbytes for array in arrays])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,21 +192,30 @@ _KINDS: dict[str, type[Any]] = {
     "closed": Closed,
 }
 _NAMES = {cls: name for name, cls in _KINDS.items()}
-_FIELDS = {cls: tuple(field.name for field in dataclasses.fields(cls)) for cls in _NAMES}
+_HEADS = {cls: f'{{"schema":{SCHEMA},"event":"{name}"' for cls, name in _NAMES.items()}
+_FIELDS = {cls: tuple((field.name, f',"{field.name}":') for field in dataclasses.fields(cls)) for cls in _NAMES}
+"""Of each kind of event its fields, and how each begins in a line."""
 
 
 def to_line(event: Event) -> str:
     """The event as a JSON object in one line. Written by hand, since a run writes several of them for each group."""
-    fields = [f',"{name}":{_json(getattr(event, name))}' for name in _FIELDS[type(event)]]
-    return f'{{"schema":{SCHEMA},"event":"{_NAMES[type(event)]}"{"".join(fields)}}}'
+    cls = type(event)
+    fields = [key + _json(getattr(event, name)) for name, key in _FIELDS[cls]]
+    return f"{_HEADS[cls]}{''.join(fields)}}}"
 
 
 def _json(value: Any) -> str:
-    if type(value) is int:
-        return str(value)
-    if isinstance(value, PromptId):
-        return f"[{json.dumps(value.source)},{value.epoch},{value.index}]"
-    return json.dumps(value)
+    return _WRITERS.get(type(value), json.dumps)(value)
+
+
+_text = functools.lru_cache(maxsize=1024)(json.dumps)
+"""Names and reasons come again and again."""
+_WRITERS: dict[type[Any], Callable[[Any], str]] = {
+    int: str,
+    bool: {False: "false", True: "true"}.__getitem__,
+    str: _text,
+    PromptId: lambda prompt: f"[{_text(prompt.source)},{prompt.epoch},{prompt.index}]",
+}
 
 
 def from_json(record: Mapping[str, Any]) -> Event:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
+
 from forge_async.core.errors import ConfigError, StalenessError
-from forge_async.core.records import Group
+from forge_async.core.records import Group, oldest_steps
 from forge_async.replay import describe
 from forge_async.replay import events as ev
 from forge_async.replay.admission import Admission, Prompts
@@ -147,8 +149,10 @@ class ReplayState:
         A repeated group changes nothing, a late one is counted and dropped. Raises StalenessError for a group that
         was never admitted, or that contradicts what came before under its index.
         """
+        groups = list(groups)
         with self._writing():
-            return sum([self._put_one(group) for group in groups])
+            of_groups = oldest_steps([group.samples for group in groups])
+            return sum([self._put_one(group, steps) for group, steps in zip(groups, of_groups, strict=True)])
 
     def end(self, index: int, outcome: str, reason: str, attempt: int | None = None) -> bool:
         """End a group without training on it; its slot is free at once. Returns whether that changed anything.
@@ -331,7 +335,7 @@ class ReplayState:
             self._ended.append(event)
         return effect
 
-    def _put_one(self, group: Group) -> bool:
+    def _put_one(self, group: Group, oldest_steps: np.ndarray) -> bool:
         if not len(group.samples):
             raise StalenessError(f"Group {group.index} has no samples: end it as filtered or failed instead.")
         entry = self.ledger.entries.get(group.index)
@@ -342,9 +346,8 @@ class ReplayState:
             self._discard(group.index)
             return False
         maker = entry.replica if entry is not None else ""
-        oldest_steps = group.samples.oldest_steps()
         effect = self._apply(
-            ev.Ready(index=group.index, num_tokens=group.samples.num_tokens, oldest_step=int(oldest_steps.min()))
+            ev.Ready(index=group.index, num_tokens=group.samples.num_tokens, oldest_step=min(oldest_steps.tolist()))
         )
         if effect is Effect.CHANGED:
             self.buffer.put(group, oldest_steps)
