@@ -15,6 +15,7 @@ from forge_async.core.kept_sets import NONE
 from forge_async.core.records import Samples
 from forge_async.core.versions import NOT_SAMPLED
 from forge_async.learner.layout import MicroBatch
+from forge_async.learner.prefixes import row_after_row
 
 COLUMNS = ("token_ids", "positions", "targets", "mask", "behaviour_logprobs", "advantages", "steps", "segments")
 """The fields of Rows that are arrays of every micro-batch."""
@@ -79,7 +80,10 @@ def build_micro_batches(
         skipped: int [N], of each sample the first tokens that its row holds already, as those of a sample before it of
             the same family (`learner.prefixes`); None: every sample is laid down whole.
     """
-    return [empty_rows() if samples is None or not batch else _fill(samples, batch, skipped) for batch in batches]
+    if samples is None:
+        return [empty_rows() for _ in batches]
+    filling = _Filling(samples, skipped)
+    return [filling.micro_batch(batch) if batch else empty_rows() for batch in batches]
 
 
 def empty_rows() -> Rows:
@@ -123,51 +127,53 @@ def sequence_rows(sequences: Sequence[np.ndarray]) -> Rows:
     )
 
 
-def _fill(samples: Samples, rows: MicroBatch, skipped: np.ndarray | None) -> Rows:
-    starts, begins, stops = (each.tolist() for each in (samples.bounds()[:-1], *_computed(samples, skipped)))
-    width = max(sum(stops[index] - begins[index] for index in row) for row in rows)
-    shape = (len(rows), width)
-    token_ids, positions, targets = (np.zeros(shape, np.int64) for _ in range(3))
-    columns = _float_columns(samples)
-    floats = {name: np.zeros(shape, np.float32) for name in columns}
-    order = tuple(index for row in rows for index in row)
-    steps, segments = np.full(shape, NOT_SAMPLED, np.int64), np.full(shape, len(order), np.int64)
-    sets = np.zeros((0, 0), np.int32) if samples.kept_set is None else samples.kept_set
-    kept_set = np.full((*shape, sets.shape[1]), NONE, np.int64)
-    routed = None if samples.routed_experts is None else _unrouted(shape, samples.routed_experts)
-    made_by, numbers = samples.versions.per_token_steps(), iter(range(len(order)))
-    for b, row in enumerate(rows):
-        place = 0
-        for index in row:
-            start, stop = begins[index], stops[index]
-            count, position = stop - start, start - starts[index]
-            here, tokens = slice(place, place + count), slice(start, stop)
-            token_ids[b, here] = samples.token_ids[tokens]
-            positions[b, here] = np.arange(position, position + count)
-            segments[b, here] = next(numbers)
-            ahead = slice(start + 1, start + 1 + (count if samples.lengths[index] > 1 else 0))
-            speaking = slice(place, place + ahead.stop - ahead.start)
-            targets[b, speaking] = samples.token_ids[ahead]
-            for name, column in columns.items():
-                floats[name][b, speaking] = column[ahead]
-            steps[b, speaking] = np.where(samples.loss_mask[ahead], made_by[ahead], NOT_SAMPLED)
-            if len(sets):
-                kept_set[b, speaking] = sets[ahead]
-            if routed is not None and samples.routed_experts is not None:
-                routed[b, here] = samples.routed_experts[tokens]
-            place += count
-        positions[b, place:] = np.arange(width - place)
-    return Rows(
-        token_ids=token_ids,
-        positions=positions,
-        targets=targets,
-        steps=steps,
-        segments=segments,
-        sample_indices=order,
-        kept_set=kept_set if len(sets) else None,
-        routed_experts=routed,
-        **floats,
-    )
+class _Filling:
+    """What the rows of a share are filled from."""
+
+    def __init__(self, samples: Samples, skipped: np.ndarray | None) -> None:
+        """As `build_micro_batches`."""
+        self._samples, self._starts = samples, samples.bounds()[:-1]
+        self._begins, stops = _computed(samples, skipped)
+        self._sizes = stops - self._begins
+        self._steps = np.where(samples.loss_mask, samples.versions.per_token_steps(), NOT_SAMPLED)
+
+    def micro_batch(self, rows: MicroBatch) -> Rows:
+        """A micro-batch as arrays; a row is filled from its left, so that all of them are, one after the other."""
+        samples, (order, row_of) = self._samples, row_after_row(rows)
+        sizes = self._sizes[order]
+        widths = np.bincount(row_of, sizes).astype(np.int64)
+        shape = (len(rows), int(widths.max()))
+        filled = np.arange(shape[1]) < widths[:, None]
+        # Places on the flat axis of the tokens that are laid down, row after row, and of those that follow them.
+        tokens = np.arange(sizes.sum()) + np.repeat(self._begins[order] - (np.cumsum(sizes) - sizes), sizes)
+        speaking, ahead = filled, tokens + 1
+        if (single := samples.lengths[order] == 1).any():  # nothing follows a single token
+            speaking, speaks = filled.copy(), ~np.repeat(single, sizes)
+            speaking[filled], ahead = speaks, ahead[speaks]
+
+        def of_tokens(column: np.ndarray, laid: np.ndarray) -> np.ndarray:
+            laid[filled] = column.take(tokens, axis=0)
+            return laid
+
+        def of_targets(column: np.ndarray, laid: np.ndarray) -> np.ndarray:
+            laid[speaking] = column.take(ahead, axis=0)
+            return laid
+
+        positions, segments = np.arange(shape[1]) - widths[:, None], np.full(shape, len(order), np.int64)
+        positions[filled] = tokens - np.repeat(self._starts[order], sizes)
+        segments[filled] = np.repeat(np.arange(len(order)), sizes)
+        sets, routed, floats = samples.kept_set, samples.routed_experts, _float_columns(samples)
+        return Rows(
+            token_ids=of_tokens(samples.token_ids, np.zeros(shape, np.int64)),
+            positions=positions,
+            targets=of_targets(samples.token_ids, np.zeros(shape, np.int64)),
+            steps=of_targets(self._steps, np.full(shape, NOT_SAMPLED, np.int64)),
+            segments=segments,
+            sample_indices=tuple(order.tolist()),
+            kept_set=None if sets is None else of_targets(sets, np.full((*shape, sets.shape[1]), NONE, np.int64)),
+            routed_experts=None if routed is None else of_tokens(routed, _unrouted(shape, routed)),
+            **{name: of_targets(column, np.zeros(shape, np.float32)) for name, column in floats.items()},
+        )
 
 
 def row_lengths(samples: Samples) -> np.ndarray:
@@ -176,7 +182,7 @@ def row_lengths(samples: Samples) -> np.ndarray:
 
 
 def _computed(samples: Samples, skipped: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Where on the flat axis the part of each sample that is laid down for it alone begins and stops."""
+    """Where on the flat axis the part of each sample that is laid down for it alone begins and stops, int64 [N]."""
     starts = samples.bounds()[:-1]
     return starts if skipped is None else starts + skipped, starts + row_lengths(samples)
 

@@ -93,13 +93,14 @@ class Admitter:
         """Groups that the replica's engine can use before it has made some; a fresh group goes before others there."""
         return UNLIMITED if lane.fresh or self.lanes.synchronous else self.generating.room(replica)
 
-    def tokens_allow(self, lane: Lane) -> bool:
-        """Whether the token cap lets one more group into a lane."""
+    def tokens_allow(self, lane: Lane, num_more: int = 0) -> bool:
+        """Whether the token cap lets one more group into a lane, after `num_more` others."""
         ledger = self._ledger
+        estimate = round(ledger.mean_tokens)
         return tokens_allow(
-            ledger.num_untaken(lane.fresh),
-            ledger.queue_tokens,
-            round(ledger.mean_tokens),
+            ledger.num_untaken(lane.fresh) + num_more,
+            ledger.queue_tokens + num_more * estimate,
+            estimate,
             self._settings.max_queue_tokens,
             lane.bound.groups_per_step,
         )
@@ -108,8 +109,9 @@ class Admitter:
         most = min(max_groups, self.engine_room(lane, replica))
         most = min(most, self.fair_share(lane, replica) - self.load(lane, replica)) if most > 0 else 0
         given = self._give_waiting(lane, replica, version, most)
-        while not self.lanes.synchronous and len(given) < most and self._may_admit(lane, version):
-            given.append(self._start(self._admit_next(lane), replica, version))
+        if not self.lanes.synchronous:
+            for _ in range(self._num_new(lane, version, most - len(given))):
+                given.append(self._start(self._admit_next(lane), replica, version))
         return given
 
     def _num_admissible(self, lane: Lane, version: int) -> int:
@@ -158,8 +160,10 @@ class Admitter:
         names = sorted(self._ledger.replicas)
         return names[index % len(names)] == replica
 
-    def _may_admit(self, lane: Lane, version: int) -> bool:
-        return self.room(lane, version) > 0 and self.num_wanted(lane) > 0 and self.tokens_allow(lane)
+    def _num_new(self, lane: Lane, version: int, most: int) -> int:
+        """How many new groups may be started now; 0 or less: none."""
+        most = min(most, self.room(lane, version), self.num_wanted(lane))
+        return next((num for num in range(most) if not self.tokens_allow(lane, num)), most)
 
     def _admit_next(self, lane: Lane) -> int:
         """Admit the next prompt whose tries were not used up before the run was resumed."""

@@ -191,31 +191,34 @@ _KINDS: dict[str, type[Any]] = {
     "bound_set": BoundSet,
     "closed": Closed,
 }
-_NAMES = {cls: name for name, cls in _KINDS.items()}
-_HEADS = {cls: f'{{"schema":{SCHEMA},"event":"{name}"' for cls, name in _NAMES.items()}
-_FIELDS = {cls: tuple((field.name, f',"{field.name}":') for field in dataclasses.fields(cls)) for cls in _NAMES}
-"""Of each kind of event its fields, and how each begins in a line."""
 
 
 def to_line(event: Event) -> str:
     """The event as a JSON object in one line. Written by hand, since a run writes several of them for each group."""
-    cls = type(event)
-    fields = [key + _json(getattr(event, name)) for name, key in _FIELDS[cls]]
-    return f"{_HEADS[cls]}{''.join(fields)}}}"
-
-
-def _json(value: Any) -> str:
-    return _WRITERS.get(type(value), json.dumps)(value)
+    head, fields = _LINES[type(event)]
+    return f"{head}{''.join([key + write(getattr(event, name)) for key, name, write in fields])}}}"
 
 
 _text = functools.lru_cache(maxsize=1024)(json.dumps)
 """Names and reasons come again and again."""
-_WRITERS: dict[type[Any], Callable[[Any], str]] = {
-    int: str,
-    bool: {False: "false", True: "true"}.__getitem__,
-    str: _text,
-    PromptId: lambda prompt: f"[{_text(prompt.source)},{prompt.epoch},{prompt.index}]",
+_WRITERS: dict[str, Callable[[Any], str]] = {
+    "int": str,
+    "bool": {False: "false", True: "true"}.__getitem__,
+    "str": _text,
+    "PromptId": lambda prompt: f"[{_text(prompt.source)},{prompt.epoch},{prompt.index}]",
 }
+"""By the type of a field, as it is declared."""
+_LINES = {
+    cls: (
+        f'{{"schema":{SCHEMA},"event":"{name}"',
+        [
+            (f',"{field.name}":', field.name, _WRITERS.get(str(field.type), json.dumps))
+            for field in dataclasses.fields(cls)
+        ],
+    )
+    for name, cls in _KINDS.items()
+}
+"""How a line of each kind begins; of each field what stands before it, its name, and what writes it."""
 
 
 def from_json(record: Mapping[str, Any]) -> Event:

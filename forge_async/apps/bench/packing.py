@@ -105,7 +105,7 @@ def balance_row(ranks: int, seed: int, rounds: int) -> dict[str, Any]:
 
 def imbalance(lengths: Sequence[int], num_ranks: int) -> float:
     """Time of a step in which each micro-batch lasts as long as on its slowest rank, over that of even work, less 1."""
-    costs = sample_costs(lengths, LONG.attention_tokens)
+    costs = sample_costs(np.array(lengths), LONG.attention_tokens).tolist()
     ranks = lay_out(lengths, LONG, num_ranks)
     loads = np.array([[sum(costs[index] for row in batch for index in row) for batch in mine] for mine in ranks])
     return float(loads.max(0).sum() / (loads.sum() / num_ranks) - 1)
