@@ -209,7 +209,7 @@ class Watch:
             if asyncio.iscoroutine(awaitable):
                 awaitable.close()
             raise ActorDiedError(death.result())
-        call = asyncio.ensure_future(_awaited(awaitable))
+        call = _as_future(awaitable)
         try:
             await asyncio.wait((call, death), return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
@@ -314,8 +314,16 @@ _shared: weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[Process, ...]], Wa
 
 def shared_watch(name: str, processes: tuple[Process, ...], beat: Beat) -> Watch:
     """The running loop's one watch of these processes: handles come and go with messages, descriptors must not."""
-    watches = _shared.setdefault(asyncio.get_running_loop(), {})
-    return watches.setdefault((name, processes), Watch(name, processes, beat))
+    watches, key = _shared.setdefault(asyncio.get_running_loop(), {}), (name, processes)
+    if key not in watches:
+        watches[key] = Watch(name, processes, beat)
+    return watches[key]
+
+
+def _as_future(awaitable: Awaitable[T]) -> asyncio.Future[T]:
+    """Of a Monarch call the loop's own future: a task for each call would cost as much as the rest of the guard."""
+    own = getattr(awaitable, "as_asyncio", None)
+    return asyncio.ensure_future(_awaited(awaitable)) if own is None else own()
 
 
 async def _awaited(awaitable: Awaitable[T]) -> T:

@@ -115,12 +115,13 @@ class RolloutActor(ForgeActor):
             self._reference.handle = reference
 
     @concurrent_endpoint
-    async def make(self, admissions: Sequence[Admission], replica: str) -> list[GroupRecord]:
-        """Make groups on a replica, hand them over as they are done, and return a small record of each."""
+    async def make(self, admissions: Sequence[Admission], replica: str) -> tuple[list[GroupRecord], WorkerReport]:
+        """Make groups on a replica, hand them over as they are done, and return a small record of each and `stats`."""
         if self._replay is None:
             raise ForgeError("The rollout worker is not connected.")
         policy = self._replicas[replica]
-        return Records(await make_and_hand_over(self._maker, admissions, policy, replica, self._replay))
+        records = await make_and_hand_over(self._maker, admissions, policy, replica, self._replay)
+        return Records(records), self._report()
 
     @concurrent_endpoint
     async def evaluate(self, num_prompts: int, replica: str, name: str) -> EvalScores | None:
@@ -139,7 +140,10 @@ class RolloutActor(ForgeActor):
 
     @concurrent_endpoint
     async def stats(self) -> WorkerReport:
-        """What happened since the last call."""
+        """What happened since this was last told, here or with groups."""
+        return self._report()
+
+    def _report(self) -> WorkerReport:
         stats, own = self._maker.take_stats(), own_stats()
         return WorkerReport(
             score_s=stats.score_s,

@@ -97,7 +97,7 @@ class Volume(StorageVolume):
 
     @endpoint
     async def put_many(
-        self, items: Sequence[tuple[str, TransportBuffer, Request]], forget: Sequence[str]
+        self, items: Sequence[tuple[str, TransportBuffer, Request]], forget: Sequence[str] = ()
     ) -> str | None:
         """Store values in their order, then forget all keys that begin with one of `forget`. Stops at a key whose
         segment its writer does not hold any more, and names it."""

@@ -225,7 +225,9 @@ class Workers(Protocol):
         """Have a replica answer at most `num_prompts` held-out prompts; None when there are none."""
         ...
 
-    async def stats(self) -> list[WorkerReport]: ...
+    async def stats(self) -> list[WorkerReport]:
+        """What each did since the last call, as far as it has told of it in the last second."""
+        ...
 
 
 class Replay(Protocol):

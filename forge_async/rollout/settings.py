@@ -14,7 +14,10 @@ class RolloutSettings:
     workers: int = setting(1, "rollout worker processes (turns and environments)", low=1)
     reward_workers: int = setting(1, "reward processes of each rollout worker", low=1)
     linger_s: float = setting(
-        0.05, "how long finished groups wait for others so that they travel in one message", unit="s", low=0.0
+        0.1,
+        "how long finished groups wait for others, to travel in one message; the last of a batch wait for none",
+        unit="s",
+        low=0.0,
     )
     timeout_s: float = setting(
         300.0, "longest time of a rollout; it is then cut off, and its group goes on with the others", unit="s", low=0.1

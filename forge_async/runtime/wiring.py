@@ -23,6 +23,7 @@ from forge_async.core.compact import Records
 from forge_async.core.versions import PolicyVersion
 from forge_async.learner.layout import Layout
 from forge_async.pipeline.ports import Admission, EvalScores, GroupRecord, LearnerStep, Pull, ReplicaStats, WorkerReport
+from forge_async.pipeline.worker_reports import WorkerReports
 from forge_async.replay.admission import Prompts
 from forge_async.replay.generating import groups_at_once
 from forge_async.rollout.oversize import SampleLimit
@@ -55,17 +56,26 @@ class RemoteWorkers:
 
     def __init__(self, handles: Sequence[ActorHandle], timeout_s: float) -> None:
         self._handles, self._timeout_s = handles, timeout_s
-        self._turn = itertools.cycle(handles)
+        self._turn = itertools.cycle(range(len(handles)))
+        self._reports = WorkerReports()
 
     async def make(self, admissions: Sequence[Admission], replica: str) -> list[GroupRecord]:
-        return await next(self._turn).make.call_one(Records(admissions), replica)
+        worker = next(self._turn)
+        records, report = await self._handles[worker].make.call_one(Records(admissions), replica)
+        self._reports.note(worker, report)
+        return records
 
     async def evaluate(self, num_prompts: int, replica: str, name: str) -> EvalScores | None:
         worker = self._handles[0]
         return await worker.evaluate.call_one(num_prompts, replica, name, timeout_s=self._timeout_s)
 
     async def stats(self) -> list[WorkerReport]:
-        return list(await asyncio.gather(*(h.stats.call_one(timeout_s=self._timeout_s) for h in self._handles)))
+        return list(await asyncio.gather(*(self._stats(worker) for worker in range(len(self._handles)))))
+
+    async def _stats(self, worker: int) -> WorkerReport:
+        if (report := self._reports.take(worker)) is not None:
+            return report
+        return self._reports.take_with(worker, await self._handles[worker].stats.call_one(timeout_s=self._timeout_s))
 
 
 class RemoteReplay:

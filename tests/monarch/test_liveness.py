@@ -150,6 +150,28 @@ async def test_a_guarded_call_gives_its_value_its_error_or_the_death(child):
         await watch.guard(call(3))
 
 
+async def test_a_call_of_monarch_s_is_guarded_by_its_own_future_without_a_task(child):
+    class Call:
+        """Monarch's `Future`, as far as a guard looks."""
+
+        def __init__(self):
+            self.future = asyncio.get_running_loop().create_future()
+
+        def as_asyncio(self):
+            return self.future
+
+    watch, answered, hanging = Watch("policy", [child.process]), Call(), Call()
+    waiting = [asyncio.create_task(watch.guard(call)) for call in (answered, hanging)]
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() - {asyncio.current_task()} == set(waiting)
+    answered.future.set_result(3)
+    assert await waiting[0] == 3
+    child.popen.kill()
+    with pytest.raises(ActorDiedError, match="policy .* was killed by SIGKILL"):
+        await asyncio.wait_for(waiting[1], 5)
+    assert hanging.future.cancelled(), "nobody waits for its answer any more"
+
+
 async def test_what_monarch_reports_of_a_failed_actor_is_a_death(child):
     async def call():
         raise liveness.SupervisionError(

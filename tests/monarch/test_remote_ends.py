@@ -9,7 +9,8 @@ import pytest
 
 from forge_async.actors.forge_actor import ActorHandle
 from forge_async.core.versions import PolicyVersion
-from forge_async.runtime.wiring import RemoteLearner
+from forge_async.pipeline.ports import WorkerReport
+from forge_async.runtime.wiring import RemoteLearner, RemoteWorkers
 from forge_async.weights.retention import Committed
 
 pytestmark = pytest.mark.stack
@@ -47,3 +48,14 @@ async def test_a_learner_of_one_rank_is_not_asked_to_stage_what_it_commits(num_r
     assert await learner.commit(VERSION, [PolicyVersion(step=1)]) == Committed(num_bytes=8)
     staging = [("all", "stage", VERSION)] if num_ranks > 1 else []
     assert calls == [*staging, ("rank 0", "commit", VERSION, [PolicyVersion(step=1)])]
+
+
+async def test_a_worker_that_has_just_told_what_it_did_is_not_asked() -> None:
+    report = WorkerReport(score_s=0.5, spans=(), rss_bytes=7, cpu_s=1.0)
+    calls: list[Any] = []
+    handles = [CountingHandle(1, (["record"], report), calls, name=f"rollout_{number}") for number in range(2)]
+    workers = RemoteWorkers(cast(Any, handles), 60.0)
+    assert await workers.make((), "policy_0") == ["record"]
+    handles[1]._answer = report
+    assert await workers.stats() == [report, report]
+    assert calls == [("rollout_0", "make", (), "policy_0"), ("rollout_1", "stats")]
