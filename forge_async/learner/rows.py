@@ -82,8 +82,9 @@ def build_micro_batches(
     """
     if samples is None:
         return [empty_rows() for _ in batches]
-    filling = _Filling(samples, skipped)
-    return [filling.micro_batch(batch) if batch else empty_rows() for batch in batches]
+    steps = np.where(samples.loss_mask, samples.versions.per_token_steps(), NOT_SAMPLED)
+    spans = _Spans(samples, skipped)
+    return [_fill(samples, spans, steps, batch) if batch else empty_rows() for batch in batches]
 
 
 def empty_rows() -> Rows:
@@ -127,64 +128,90 @@ def sequence_rows(sequences: Sequence[np.ndarray]) -> Rows:
     )
 
 
-class _Filling:
-    """What the rows of a share are filled from."""
+class _Spans:
+    """What of each sample is laid down for it alone."""
 
     def __init__(self, samples: Samples, skipped: np.ndarray | None) -> None:
-        """As `build_micro_batches`."""
-        self._samples, self._starts = samples, samples.bounds()[:-1]
-        self._begins, stops = _computed(samples, skipped)
-        self._sizes = stops - self._begins
-        self._steps = np.where(samples.loss_mask, samples.versions.per_token_steps(), NOT_SAMPLED)
+        """`skipped` as `build_micro_batches` has it."""
+        self.single = samples.lengths == 1
+        """bool [N], whether it is of one token, which stays though none follows."""
+        self.starts = samples.bounds()[:-1]
+        """int64 [N], where on the flat axis each sample starts."""
+        self.begins = self.starts if skipped is None else self.starts + skipped
+        """int64 [N], where its part begins."""
+        self.sizes = self.starts + row_lengths(samples) - self.begins
+        """int64 [N], tokens of that part."""
 
-    def micro_batch(self, rows: MicroBatch) -> Rows:
-        """A micro-batch as arrays; a row is filled from its left, so that all of them are, one after the other."""
-        samples, (order, row_of) = self._samples, row_after_row(rows)
-        sizes = self._sizes[order]
-        widths = np.bincount(row_of, sizes).astype(np.int64)
-        shape = (len(rows), int(widths.max()))
-        filled = np.arange(shape[1]) < widths[:, None]
-        # Places on the flat axis of the tokens that are laid down, row after row, and of those that follow them.
-        tokens = np.arange(sizes.sum()) + np.repeat(self._begins[order] - (np.cumsum(sizes) - sizes), sizes)
-        speaking, ahead = filled, tokens + 1
-        if (single := samples.lengths[order] == 1).any():  # nothing follows a single token
-            speaking, speaks = filled.copy(), ~np.repeat(single, sizes)
-            speaking[filled], ahead = speaks, ahead[speaks]
 
-        def of_tokens(column: np.ndarray, laid: np.ndarray) -> np.ndarray:
-            laid[filled] = column.take(tokens, axis=0)
-            return laid
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cells:
+    """What lies in the cells of a micro-batch. A row is filled from its left, so all of them are, one after another."""
 
-        def of_targets(column: np.ndarray, laid: np.ndarray) -> np.ndarray:
-            laid[speaking] = column.take(ahead, axis=0)
-            return laid
+    order: np.ndarray
+    """int64 [n], the samples, row after row."""
+    sizes: np.ndarray
+    """int64 [n], tokens that are laid down for each."""
+    columns: np.ndarray
+    """int64 [B, L], of each cell how far it lies behind the last token of its row, below 0 in the samples."""
+    filled: np.ndarray
+    """bool [B, L], whether a token of a sample lies there."""
+    tokens: np.ndarray
+    """int64, of each filled cell the token's place on the flat axis."""
+    speaking: np.ndarray
+    """bool [B, L], whether a token follows there: all filled cells but samples of a single token."""
+    ahead: np.ndarray
+    """int64, of each speaking cell the place of the token that follows."""
 
-        positions, segments = np.arange(shape[1]) - widths[:, None], np.full(shape, len(order), np.int64)
-        positions[filled] = tokens - np.repeat(self._starts[order], sizes)
-        segments[filled] = np.repeat(np.arange(len(order)), sizes)
-        sets, routed, floats = samples.kept_set, samples.routed_experts, _float_columns(samples)
-        return Rows(
-            token_ids=of_tokens(samples.token_ids, np.zeros(shape, np.int64)),
-            positions=positions,
-            targets=of_targets(samples.token_ids, np.zeros(shape, np.int64)),
-            steps=of_targets(self._steps, np.full(shape, NOT_SAMPLED, np.int64)),
-            segments=segments,
-            sample_indices=tuple(order.tolist()),
-            kept_set=None if sets is None else of_targets(sets, np.full((*shape, sets.shape[1]), NONE, np.int64)),
-            routed_experts=None if routed is None else of_tokens(routed, _unrouted(shape, routed)),
-            **{name: of_targets(column, np.zeros(shape, np.float32)) for name, column in floats.items()},
-        )
+
+def _cells(spans: _Spans, rows: MicroBatch) -> _Cells:
+    order, row_of = row_after_row(rows)
+    begins, sizes = spans.begins[order], spans.sizes[order]
+    widths = np.bincount(row_of, sizes).astype(np.int64)
+    columns = np.arange(widths.max()) - widths[:, None]
+    speaking = filled = columns < 0
+    tokens = np.arange(sizes.sum()) + np.repeat(begins - (np.cumsum(sizes) - sizes), sizes)
+    ahead = tokens + 1
+    if (single := spans.single[order]).any():
+        speaking, speaks = filled.copy(), ~np.repeat(single, sizes)
+        speaking[filled], ahead = speaks, ahead[speaks]
+    return _Cells(
+        order=order, sizes=sizes, columns=columns, filled=filled, tokens=tokens, speaking=speaking, ahead=ahead
+    )
+
+
+def _fill(samples: Samples, spans: _Spans, steps: np.ndarray, rows: MicroBatch) -> Rows:
+    """`steps`: int [T], of each token that is trained on the step that made it, NOT_SAMPLED elsewhere."""
+    cells = _cells(spans, rows)
+    shape, count, positions = cells.filled.shape, len(cells.order), cells.columns
+    segments = np.full(shape, count, np.int64)
+    positions[cells.filled] = cells.tokens - np.repeat(spans.starts[cells.order], cells.sizes)
+    segments[cells.filled] = np.repeat(np.arange(count), cells.sizes)
+
+    def of_tokens(column: np.ndarray, laid: np.ndarray) -> np.ndarray:
+        laid[cells.filled] = column.take(cells.tokens, axis=0)
+        return laid
+
+    def of_targets(column: np.ndarray, laid: np.ndarray) -> np.ndarray:
+        laid[cells.speaking] = column.take(cells.ahead, axis=0)
+        return laid
+
+    sets, routed, floats = samples.kept_set, samples.routed_experts, _float_columns(samples)
+    return Rows(
+        token_ids=of_tokens(samples.token_ids, np.zeros(shape, np.int64)),
+        positions=positions,
+        targets=of_targets(samples.token_ids, np.zeros(shape, np.int64)),
+        steps=of_targets(steps, np.full(shape, NOT_SAMPLED, np.int64)),
+        segments=segments,
+        sample_indices=tuple(cells.order.tolist()),
+        kept_set=None if sets is None else of_targets(sets, np.full((*shape, sets.shape[1]), NONE, np.int64)),
+        routed_experts=None if routed is None else of_tokens(routed, _unrouted(shape, routed)),
+        **{name: of_targets(column, np.zeros(shape, np.float32)) for name, column in floats.items()},
+    )
 
 
 def row_lengths(samples: Samples) -> np.ndarray:
     """int32 [N], the tokens that each sample has in a row: all but its last; a single token stays."""
     return np.maximum(samples.lengths - 1, 1)
-
-
-def _computed(samples: Samples, skipped: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Where on the flat axis the part of each sample that is laid down for it alone begins and stops, int64 [N]."""
-    starts = samples.bounds()[:-1]
-    return starts if skipped is None else starts + skipped, starts + row_lengths(samples)
 
 
 def _float_columns(samples: Samples) -> dict[str, np.ndarray]:
@@ -205,15 +232,10 @@ def lay_back(
         flat: [T], written where these samples have tokens to train on.
         skipped: as `build_micro_batches` had it.
     """
-    begins, stops = (each.tolist() for each in _computed(samples, skipped))
-    for b, row in enumerate(rows):
-        place = 0
-        for index in row:
-            count = stops[index] - begins[index]
-            if samples.lengths[index] > 1:
-                tokens = slice(begins[index] + 1, stops[index] + 1)
-                flat[tokens] = np.where(samples.loss_mask[tokens], found[b, place : place + count], 0)
-            place += count
+    if not rows:
+        return
+    cells = _cells(_Spans(samples, skipped), rows)
+    flat[cells.ahead] = np.where(samples.loss_mask[cells.ahead], found[cells.speaking], 0)
 
 
 def _unrouted(shape: tuple[int, int], like: np.ndarray) -> np.ndarray:
