@@ -28,11 +28,12 @@ FEATURES = {
     "safetensors": "Reading a model",
 }
 """Packages that every run needs, and what for."""
+MIB = 1 << 20
 SHARED_MEMORY = Path("/dev/shm")
 """Where the system has named shared memory; containers give it 64 MiB unless told otherwise. No weights lie there."""
 SEMAPHORE_BYTES = 64 << 10
 """Of it, for the semaphores of a run's processes, which take a page each and give up their names at once."""
-QUEUE_BYTES = 25 << 20
+QUEUE_BYTES = 25 * MIB
 """Of it, for vLLM's message queue between the ranks of one engine: six chunks of 4 MiB, and their counters."""
 
 
@@ -43,8 +44,7 @@ def check_before_start(config: Config, folder: Path) -> None:
     """
     from forge_async.backends.tasks import check_tokenizer_files
 
-    check_packages(config)
-    check_shared_memory(config)
+    check_machine(config)
     check_shape(config, read_shape(folder, config.model.path))
     check_tokenizer_files(folder)
 
@@ -60,10 +60,15 @@ def check_model(config: Config, folder: Path) -> None:
 
     Raises ConfigError, of one sentence, for the first thing that would keep the run from working.
     """
-    check_packages(config)
-    check_shared_memory(config)
+    check_machine(config)
     check_shape(config, read_shape(folder, config.model.path))
     check_prompts(config, folder)
+
+
+def check_machine(config: Config) -> None:
+    """What needs no model, and so comes before one is fetched or made: the packages and the shared memory."""
+    check_packages(config)
+    check_shared_memory(config)
 
 
 def check_packages(config: Config) -> None:
@@ -99,8 +104,8 @@ def check_shared_memory(config: Config, folder: Path = SHARED_MEMORY) -> None:
         what = f"policy.tensor_parallel={ranks} with policy.replicas={engines}" if ranks > 1 else "a run"
         other = ", or use policy.tensor_parallel=1" if ranks > 1 else ""
         raise ConfigError(
-            f"{folder} has {free >> 10} KiB free, and {what} needs {need >> 10} KiB; "
-            f"make it larger (a container: --shm-size={-(-need >> 20)}m){other}."
+            f"{folder} has {free / MIB:.2f} MiB free, and {what} needs {need / MIB:.2f} MiB; "
+            f"make it larger (a container: --shm-size={-(-need // MIB)}m){other}."
         )
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from fake_folders import QWEN3, QWEN3_MOE, SMOLLM2, fake_model
 
+from forge_async.apps import grpo
 from forge_async.config import Config
 from forge_async.core import packages
 from forge_async.core.errors import ConfigError, MissingPackageError
@@ -248,12 +249,12 @@ def test_shared_memory_that_is_large_enough_is_taken(
 @pytest.mark.parametrize(
     ("free", "values", "words"),
     [
-        (60 << 10, {}, ["60 KiB free", "a run needs 64 KiB", "--shm-size=1m"]),
-        (8 << 20, {"policy.tensor_parallel": 2}, ["8192 KiB free", "--shm-size=26m", "policy.tensor_parallel=1"]),
+        (48 << 10, {}, ["0.05 MiB free", "a run needs 0.06 MiB", "--shm-size=1m"]),
+        (8 << 20, {"policy.tensor_parallel": 2}, ["8.00 MiB free", "--shm-size=26m", "policy.tensor_parallel=1"]),
         (
             64 << 20,
             {"policy.tensor_parallel": 2, "policy.replicas": 3, "job.kind": "process"},
-            ["policy.tensor_parallel=2 with policy.replicas=3 needs 76864 KiB", "--shm-size=76m"],
+            ["policy.tensor_parallel=2 with policy.replicas=3 needs 75.06 MiB", "--shm-size=76m"],
         ),
     ],
 )
@@ -269,10 +270,20 @@ def test_shared_memory_that_is_missing_is_named(tmp_path: Path) -> None:
     assert "is missing or cannot be written" in refusal(check_shared_memory, TINY, tmp_path / "none")
 
 
+def test_shared_memory_is_looked_at_before_a_model_is_fetched_or_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    free_bytes(monkeypatch, 0)
+    monkeypatch.setenv("FORGE_ASYNC_CACHE", str(tmp_path / "cache"))
+    assert grpo.main(["task.name=sum", f"run.dir={tmp_path / 'run'}"]) == 2
+    said = capsys.readouterr()
+    assert "0.00 MiB free" in said.err and not said.out and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("check", [check_model, check_before_start, lambda config, _: describe(config)])
 def test_shared_memory_is_looked_at_before_a_run_and_in_a_dry_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check
 ) -> None:
     model = fake_model(tmp_path)
     free_bytes(monkeypatch, 0)
-    assert "0 KiB free" in refusal(check, Config.of({"task.name": "sum", "model.path": str(model)}), model)
+    assert "0.00 MiB free" in refusal(check, Config.of({"task.name": "sum", "model.path": str(model)}), model)
