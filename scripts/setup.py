@@ -43,6 +43,14 @@ PYTHONS = ((3, 11), (3, 13))
 NEEDED_BYTES = {"cpu": 6 * GIB, "cuda": 15 * GIB}
 NEEDED_TEMPORARY_BYTES = 2 * GIB
 
+# Takes libnuma1 out of Debian's package, without root. The system's lists of packages may be missing, as in containers,
+# or name a version that is gone; then lists of our own are fetched.
+UNPACK_LIBNUMA = """
+own() { apt-get -q -o "Dir::State::lists=$PWD/lists" -o "Dir::Cache=$PWD/cache" "$@"; }
+apt-get -q download libnuma1 || { mkdir -p lists/partial cache && own update && own download libnuma1; }
+dpkg-deb -x libnuma1_*.deb unpacked
+"""
+
 # Published as source only and compiled on installation; where there is no compiler, a stand-in lets the packages that
 # import them load, and says what is missing when it is used.
 COMPILED = {"pycosat": "reasoning-gym's zebra_puzzles"}
@@ -286,8 +294,7 @@ def provide_libnuma(plan: Plan) -> None:
         return
     say("libnuma is not on this system; fetching Debian's package of it into the environment.")
     with tempfile.TemporaryDirectory() as folder:
-        unpack = "apt-get download -q libnuma1 && dpkg-deb -x libnuma1_*.deb unpacked"
-        subprocess.run(["sh", "-c", unpack], cwd=folder, capture_output=True, check=False)
+        subprocess.run(["sh", "-c", UNPACK_LIBNUMA], cwd=folder, capture_output=True, check=False)
         found = sorted(Path(folder).glob("unpacked/**/libnuma.so.1"))
         if not found:
             raise SetupError(

@@ -44,9 +44,11 @@ def _main(argv: Sequence[str], begun_s: float) -> int:
 
 
 def _train(config: Config, begun_s: float) -> int:
+    from forge_async.runtime.preflight import check_before_start, check_machine
+
+    check_machine(config)  # at once: what follows imports the packages, and fetches a model or makes one
     from forge_async.runtime.launch import Launch
     from forge_async.runtime.model_folder import resolve_model
-    from forge_async.runtime.preflight import check_before_start
     from forge_async.runtime.resume import find_resume_point, note_resume
 
     resolving_s = time.time()

@@ -49,7 +49,7 @@ def describe(config: Config) -> str:
 
     Raises ConfigError for whatever the checks find.
     """
-    preflight.check_packages(config)
+    preflight.check_machine(config)
     folder = find_model(config)
     shape = longest = None
     if folder is None:

@@ -6,6 +6,8 @@ unsuited head_dim at its first step only, and waits for ever for KV blocks that 
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 from forge_async.config.schema import Config
@@ -26,16 +28,23 @@ FEATURES = {
     "safetensors": "Reading a model",
 }
 """Packages that every run needs, and what for."""
+MIB = 1 << 20
+SHARED_MEMORY = Path("/dev/shm")
+"""Where the system has named shared memory; containers give it 64 MiB unless told otherwise. No weights lie there."""
+SEMAPHORE_BYTES = 64 << 10
+"""Of it, for the semaphores of a run's processes, which take a page each and give up their names at once."""
+QUEUE_BYTES = 25 * MIB
+"""Of it, for vLLM's message queue between the ranks of one engine: six chunks of 4 MiB, and their counters."""
 
 
 def check_before_start(config: Config, folder: Path) -> None:
-    """What a run checks before it starts processes: packages, sizes, the tokenizer's presence; milliseconds.
+    """What a run checks before it starts processes: packages, this machine, sizes, the tokenizer; milliseconds.
 
     Whether the prompts fit is seen by the rollout workers, which open the task anyway, before anything trains.
     """
     from forge_async.backends.tasks import check_tokenizer_files
 
-    check_packages(config)
+    check_machine(config)
     check_shape(config, read_shape(folder, config.model.path))
     check_tokenizer_files(folder)
 
@@ -51,9 +60,15 @@ def check_model(config: Config, folder: Path) -> None:
 
     Raises ConfigError, of one sentence, for the first thing that would keep the run from working.
     """
-    check_packages(config)
+    check_machine(config)
     check_shape(config, read_shape(folder, config.model.path))
     check_prompts(config, folder)
+
+
+def check_machine(config: Config) -> None:
+    """What needs no model, and so comes before one is fetched or made: the packages and the shared memory."""
+    check_packages(config)
+    check_shared_memory(config)
 
 
 def check_packages(config: Config) -> None:
@@ -67,6 +82,31 @@ def check_packages(config: Config) -> None:
             require_compiler(feature=f"{key}=true")
     if config.observe.tensorboard:
         require("tensorboard", feature="observe.tensorboard=true")
+
+
+def check_shared_memory(config: Config, folder: Path = SHARED_MEMORY) -> None:
+    """Raise ConfigError when `folder`, named shared memory, cannot hold what the processes on this machine put there.
+
+    The ranks of an engine would wait minutes for the one whose queue found no room. A queue is counted whole, though
+    little of it is ever touched: memory that is promised and not there ends a process by SIGBUS.
+    """
+    if config.job.kind not in ("local", "process"):
+        return
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(
+            f"{folder} is missing or cannot be written, and the policy engine keeps its semaphores there; "
+            "mount a tmpfs there that every user may write to."
+        )
+    ranks, engines = config.policy.tensor_parallel, config.policy.replicas
+    need = SEMAPHORE_BYTES + (engines * QUEUE_BYTES if ranks > 1 else 0)
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        what = f"policy.tensor_parallel={ranks} with policy.replicas={engines}" if ranks > 1 else "a run"
+        other = ", or use policy.tensor_parallel=1" if ranks > 1 else ""
+        raise ConfigError(
+            f"{folder} has {free / MIB:.2f} MiB free, and {what} needs {need / MIB:.2f} MiB; "
+            f"make it larger (a container: --shm-size={-(-need // MIB)}m){other}."
+        )
 
 
 def check_shape(config: Config, shape: ModelShape) -> None:

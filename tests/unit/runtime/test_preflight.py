@@ -6,19 +6,25 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_folders import QWEN3, QWEN3_MOE, SMOLLM2, fake_model
 
+from forge_async.apps import grpo
 from forge_async.config import Config
 from forge_async.core import packages
 from forge_async.core.errors import ConfigError, MissingPackageError
+from forge_async.runtime import preflight
+from forge_async.runtime.dry_run import describe
 from forge_async.runtime.model_shape import ARCHITECTURES, read_shape
 from forge_async.runtime.preflight import (
+    check_before_start,
     check_model,
     check_packages,
     check_prompts,
     check_shape,
+    check_shared_memory,
     check_task,
     full_length_sequences,
     least_kv_cache_bytes,
@@ -218,3 +224,66 @@ def test_a_task_is_looked_at_without_a_tokenizer() -> None:
     check_task(TINY)
     assert "nonsense" in refusal(check_task, TINY.replace({"task.name": "nonsense"}))
     assert "no_option" in refusal(check_task, TINY.replace({"task.options": {"no_option": 1}}))
+
+
+def free_bytes(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Let every file system have so much room."""
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: SimpleNamespace(free=count))
+
+
+@pytest.mark.parametrize(
+    ("free", "values"),
+    [
+        (64 << 10, {}),
+        (64 << 20, {"policy.tensor_parallel": 2, "policy.replicas": 2}),  # what a container has unless told otherwise
+        (0, {"job.kind": "slurm", "policy.tensor_parallel": 2}),  # whose engines are on other machines
+    ],
+)
+def test_shared_memory_that_is_large_enough_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, values: dict
+) -> None:
+    free_bytes(monkeypatch, free)
+    check_shared_memory(Config.of(values), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("free", "values", "words"),
+    [
+        (48 << 10, {}, ["0.05 MiB free", "a run needs 0.06 MiB", "--shm-size=1m"]),
+        (8 << 20, {"policy.tensor_parallel": 2}, ["8.00 MiB free", "--shm-size=26m", "policy.tensor_parallel=1"]),
+        (
+            64 << 20,
+            {"policy.tensor_parallel": 2, "policy.replicas": 3, "job.kind": "process"},
+            ["policy.tensor_parallel=2 with policy.replicas=3 needs 75.06 MiB", "--shm-size=76m"],
+        ),
+    ],
+)
+def test_shared_memory_that_is_too_small_is_named_with_what_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, values: dict, words: list[str]
+) -> None:
+    free_bytes(monkeypatch, free)
+    text = refusal(check_shared_memory, Config.of(values), tmp_path)
+    assert all(word in text for word in [str(tmp_path), *words]), text
+
+
+def test_shared_memory_that_is_missing_is_named(tmp_path: Path) -> None:
+    assert "is missing or cannot be written" in refusal(check_shared_memory, TINY, tmp_path / "none")
+
+
+def test_shared_memory_is_looked_at_before_a_model_is_fetched_or_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    free_bytes(monkeypatch, 0)
+    monkeypatch.setenv("FORGE_ASYNC_CACHE", str(tmp_path / "cache"))
+    assert grpo.main(["task.name=sum", f"run.dir={tmp_path / 'run'}"]) == 2
+    said = capsys.readouterr()
+    assert "0.00 MiB free" in said.err and not said.out and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("check", [check_model, check_before_start, lambda config, _: describe(config)])
+def test_shared_memory_is_looked_at_before_a_run_and_in_a_dry_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check
+) -> None:
+    model = fake_model(tmp_path)
+    free_bytes(monkeypatch, 0)
+    assert "0.00 MiB free" in refusal(check, Config.of({"task.name": "sum", "model.path": str(model)}), model)

@@ -244,3 +244,48 @@ def test_locks_are_resolved_for_one_platform_and_name_no_index(stack):
     assert not [word for word in command if "index" in word or "://" in word]
     assert ("--no-emit-package" in command) == (stack == "cpu")
     assert lock_script.command("uv", stack, upgrade=True) == [*command, "--upgrade"]
+
+
+def without_libnuma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apt_get: str) -> Any:
+    """A plan on a system without libnuma, where `apt-get` does what these lines of shell say."""
+    commands = tmp_path / "commands"
+    commands.mkdir()
+    unpack = 'test -s "$2" && mkdir -p "$3/usr/lib" && cp "$2" "$3/usr/lib/libnuma.so.1"'
+    for name, lines in {"apt-get": apt_get, "dpkg-deb": unpack}.items():
+        (commands / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (commands / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    monkeypatch.setattr(setup_script, "loads", lambda library: False)
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    monkeypatch.setattr(setup_script, "site_packages", lambda plan: packages)
+    plan = plan_in(tmp_path)
+    (plan.venv / "lib").mkdir()
+    return plan
+
+
+HAS_LISTS = 'case "$*" in *download*) echo library > libnuma1_1.deb;; *) exit 1;; esac'
+# Lists that have been fetched lie where the option says; a download without the option, or before it, finds nothing.
+LACKS_LISTS = """
+for word; do case "$word" in Dir::State::lists=*) lists="${word#*=}";; esac; done
+case "$*" in
+    *update) touch "${lists:?}/fetched";;
+    *) test -e "${lists:?}/fetched" && echo library > libnuma1_1.deb;;
+esac
+"""
+
+
+@pytest.mark.parametrize("apt_get", [HAS_LISTS, LACKS_LISTS], ids=["with_lists", "without_lists"])
+def test_libnuma_is_taken_out_of_debians_package_without_root(tmp_path, monkeypatch, apt_get):
+    plan = without_libnuma(tmp_path, monkeypatch, apt_get)
+    setup_script.provide_libnuma(plan)
+    kept = plan.venv / "lib" / "libnuma.so.1"
+    assert kept.read_text() == "library\n"
+    assert str(kept) in (tmp_path / "site-packages" / "forge_async_libnuma.pth").read_text()
+
+
+def test_libnuma_that_cannot_be_had_is_named(tmp_path, monkeypatch):
+    plan = without_libnuma(tmp_path, monkeypatch, "exit 100")
+    with pytest.raises(rules.SetupError, match="apt-get install libnuma1"):
+        setup_script.provide_libnuma(plan)
+    assert not (plan.venv / "lib" / "libnuma.so.1").exists()
