@@ -10,7 +10,7 @@ import numpy as np
 
 from forge_async.actors.forge_actor import ForgeActor, concurrent_endpoint
 from forge_async.core.compact import Records
-from forge_async.core.records import Group
+from forge_async.core.records import Group, bounds
 from forge_async.core.versions import PolicyVersion
 from forge_async.learner.batch import Share, split_batch
 from forge_async.learner.layout import Layout
@@ -175,14 +175,14 @@ class ReplayActor(ForgeActor):
 def _describe(groups: Sequence[Group], state: ReplayState) -> dict[str, Any]:
     """What the run's records want to know of a batch."""
     rewards = np.concatenate([group.rewards for group in groups])
+    starts = bounds(np.array([len(group.rewards) for group in groups]))[:-1]
+    lowest, highest = np.minimum.reduceat(rewards, starts), np.maximum.reduceat(rewards, starts)
     return {
         "indices": [group.index for group in groups],
         "ended": state.take_ended(),
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
-        "reward/zero_variance_fraction": float(
-            np.mean([group.rewards.min() == group.rewards.max() for group in groups])
-        ),
+        "reward/zero_variance_fraction": float(np.mean(lowest == highest)),
         "tokens/batch": int(sum(group.samples.num_tokens for group in groups)),
         "taken_s": time.time(),
         **state.state(),

@@ -7,9 +7,9 @@ several at once, so a row's are taken ahead and kept: the tokens stay the same b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -21,6 +21,33 @@ HIGHEST = 2**31
 """Numbers lie below it."""
 
 
+class NumbersAhead:
+    """Numbers of generators, in the order in which each gives them, taken from it many at a time."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[weakref.ref[torch.Generator], list[int]]] = {}
+        """By the generator's id, while it lives: a dictionary of weak keys would make a key for every number."""
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def next(self, generators: Iterable[torch.Generator]) -> list[int]:
+        """The next number of each, below HIGHEST."""
+        kept, numbers = self._kept, list[int]()
+        for generator in generators:
+            _, own = kept.get(id(generator)) or self._entered(generator)
+            if not own:
+                own += torch.randint(0, HIGHEST, (NUM_AHEAD,), generator=generator).tolist()[::-1]
+            numbers.append(own.pop())
+        return numbers
+
+    def _entered(self, generator: torch.Generator) -> tuple[weakref.ref[torch.Generator], list[int]]:
+        kept, key = self._kept, id(generator)
+        # Forgotten as it dies, before another can have its id.
+        entry = kept[key] = weakref.ref(generator, lambda _: kept.pop(key, None)), list[int]()
+        return entry
+
+
 class SeedsAhead:
     """Draws tokens in place of one vLLM sampler (`TopKTopPSampler.forward_cpu`), from the same numbers."""
 
@@ -29,7 +56,7 @@ class SeedsAhead:
         from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
         self._leave_out = apply_top_k_top_p
-        self._ahead: WeakKeyDictionary[torch.Generator, list[int]] = WeakKeyDictionary()
+        self._ahead = NumbersAhead()
         if getattr(sampler, "logprobs_mode", "") != "processed_logprobs" or not self._is_like(sampler.forward):
             raise PolicyError(
                 "vLLM's sampler on a CPU does not draw as that of vLLM 0.32 does, for which forge_async is written; "
@@ -53,16 +80,9 @@ class SeedsAhead:
         logits = self._leave_out(logits, k, p)
         seeds = torch.randint(0, HIGHEST, (len(logits),))
         if generators:
-            seeds[list(generators)] = torch.tensor([self._next(each) for each in generators.values()])
+            seeds[list(generators)] = torch.tensor(self._ahead.next(generators.values()))
         tokens = torch.ops._C.fused_gumbel_argmax(logits.to(torch.float32), seeds)
         return tokens, logits.log_softmax(dim=-1, dtype=torch.float32)
-
-    def _next(self, generator: torch.Generator) -> int:
-        ahead = self._ahead.get(generator)
-        if not ahead:
-            ahead = torch.randint(0, HIGHEST, (NUM_AHEAD,), generator=generator).tolist()[::-1]
-            self._ahead[generator] = ahead
-        return ahead.pop()
 
     def _is_like(self, forward: Any) -> bool:
         """Whether `forward` makes the same tokens and log-probabilities, over more numbers than are taken at a time."""
