@@ -156,14 +156,14 @@ class OwnRanks:
 
     async def connect(self, store_handle: bytes) -> None:
         """Have every rank join the weight store."""
-        await self.handle.connect.call(store_handle, timeout_s=CALL_TIMEOUT_S)
+        await self.handle.connect.call_ranks(store_handle, timeout_s=CALL_TIMEOUT_S)
 
     @asynccontextmanager
     async def fetched(self, version: PolicyVersion, plane: WeightPlane) -> AsyncIterator[tuple[Manifest, ReadReport]]:
         """Around a load: every rank has its slices of a version at hand. Gives its manifest and what it took."""
         manifest = await plane.manifest(version)
         try:
-            yield manifest, _together(await self.handle.fetch.call(version))
+            yield manifest, _together(await self.handle.fetch.call_ranks(version))
         finally:
             self.handle.release.broadcast()
 
@@ -177,7 +177,7 @@ class OwnRanks:
 
         async def ask() -> None:
             try:
-                answer.set_result(await getattr(self.handle, method).call(*args, timeout_s=CALL_TIMEOUT_S))
+                answer.set_result(await getattr(self.handle, method).call_ranks(*args, timeout_s=CALL_TIMEOUT_S))
             except Exception as error:  # noqa: BLE001  the engine's thread, which waits, has to hear of it
                 answer.set_exception(error)
 

@@ -289,13 +289,33 @@ class BoundEndpoint:
         return value_of(answer, self._where)
 
     async def call(self, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
-        """Call it on every process of the actor; values in rank order. Raises like `call_one`."""
+        """Call it on every process of the actor; values in rank order. Raises like `call_one` when all have answered."""
         answers = await self._answer(self._adverb.call(*args, **kwargs), timeout_s)
         return [value_of(answer, self._where) for _, answer in answers]
+
+    async def call_ranks(self, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
+        """As `call`, for ranks that wait for each other: what one of them raises is raised at once.
+
+        The others may be left in a collective operation that never ends. Each rank is asked by itself, so Monarch's
+        `current_rank()` says 0 to all of them; calls come to each in the same order.
+        """
+        if len(self.handle.processes) == 1:
+            return [await self.call_one(*args, timeout_s=timeout_s, **kwargs)]
+        ranks = [self.handle.rank(rank) for rank in range(len(self.handle.processes))]
+        calls = [asyncio.ensure_future(BoundEndpoint(each, self.name)._value(args, kwargs)) for each in ranks]
+        try:
+            return await self._answer(asyncio.gather(*calls), timeout_s)
+        finally:
+            for call in calls:
+                call.cancel()
 
     def broadcast(self, *args: Any, **kwargs: Any) -> None:
         """Send it to every process and do not wait; what it returns or raises is lost."""
         self._adverb.broadcast(*args, **kwargs)
+
+    async def _value(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Of a rank, whose death is noticed by whoever watches the whole actor."""
+        return value_of(await self._adverb.call_one(*args, **kwargs), self._where)
 
     @property
     def _adverb(self) -> Any:

@@ -121,7 +121,7 @@ class KeptStore:
     async def _put(self, version: PolicyVersion) -> None:
         learner, _ = self._served
         timeout_s, keep = self._weights.timeout_s, self._weights.keep_versions
-        self._number, _ = await self._through(lambda: learner.publish.call(version, keep, timeout_s=timeout_s))
+        self._number, _ = await self._through(lambda: learner.publish.call_ranks(version, keep, timeout_s=timeout_s))
         self._newest = version
 
     async def _fill(self) -> PolicyVersion | None:

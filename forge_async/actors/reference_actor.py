@@ -88,7 +88,7 @@ class ReferenceActor(ForgeActor):
         if self._ranks is None:
             raise LearnerError("The reference service is not connected to its ranks.")
         async with self._turn:
-            parts = await self._ranks.score_share.call(samples, timeout_s=self._plan.reference.timeout_s)
+            parts = await self._ranks.score_share.call_ranks(samples, timeout_s=self._plan.reference.timeout_s)
         return {name: np.stack([part[name] for part in parts]).sum(axis=0) for name in parts[0]}
 
     @concurrent_endpoint

@@ -48,12 +48,12 @@ async def run_sft(config: Config, model_folder: Path, say: Callable[[str], None]
         ).as_actor(_plan(config, model_folder))
         shown_s = begun_s = time.monotonic()
         for step, samples in zip(range(config.sft.steps), batches, strict=False):
-            result = (await learner.train.call(samples, timeout_s=config.run.step_timeout_s))[0]
+            result = (await learner.train.call_ranks(samples, timeout_s=config.run.step_timeout_s))[0]
             if time.monotonic() - shown_s >= REPORT_EVERY_S or step + 1 == config.sft.steps:
                 shown_s = time.monotonic()
                 say(f"step {step + 1}/{config.sft.steps}  loss {result.loss:.3f}  {shown_s - begun_s:.0f} s")
         output.parent.mkdir(parents=True, exist_ok=True)
-        await learner.save.call(str(output), timeout_s=config.run.step_timeout_s)
+        await learner.save.call_ranks(str(output), timeout_s=config.run.step_timeout_s)
     finally:
         await asyncio.shield(placement.stop(config.run.stop_timeout_s))
         shutil.rmtree(scratch, ignore_errors=True)

@@ -120,18 +120,18 @@ class RemoteLearner:
 
     async def step(self, step: int, snapshot: bool) -> list[LearnerStep]:
         # The wait for a batch has the same limit inside, and says more when it ends; the step itself comes on top.
-        return await self._handle.step.call(step, snapshot, self._timeout_s, timeout_s=2 * self._timeout_s + 5)
+        return await self._handle.step.call_ranks(step, snapshot, self._timeout_s, timeout_s=2 * self._timeout_s + 5)
 
     async def snapshot(self) -> PolicyVersion:
-        return (await self._handle.snapshot.call(timeout_s=self._timeout_s))[0]
+        return (await self._handle.snapshot.call_ranks(timeout_s=self._timeout_s))[0]
 
     async def stage(self, version: PolicyVersion) -> None:
         if len(self._handle.processes) == 1:
             return  # the one rank that commits it stages it in the same call
-        await self._handle.stage.call(version, timeout_s=self._weights_timeout_s)
+        await self._handle.stage.call_ranks(version, timeout_s=self._weights_timeout_s)
 
     async def restage(self, version: PolicyVersion) -> None:
-        await self._handle.restage.call(version, timeout_s=self._weights_timeout_s)
+        await self._handle.restage.call_ranks(version, timeout_s=self._weights_timeout_s)
 
     async def commit(self, version: PolicyVersion, retire: Sequence[PolicyVersion] = ()) -> Committed:
         return await self._first.commit.call_one(version, retire, timeout_s=self._weights_timeout_s)
@@ -140,16 +140,16 @@ class RemoteLearner:
         await self._first.retire.call_one(version, timeout_s=self._weights_timeout_s)
 
     async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return (await self._handle.score.call(token_ids, timeout_s=self._timeout_s))[0]
+        return (await self._handle.score.call_ranks(token_ids, timeout_s=self._timeout_s))[0]
 
     async def save(self, folder: str) -> None:
-        await self._handle.save.call(folder, timeout_s=self._timeout_s)
+        await self._handle.save.call_ranks(folder, timeout_s=self._timeout_s)
 
     async def save_state(self, folder: str) -> None:
-        await self._handle.save_state.call(folder, timeout_s=self._timeout_s)
+        await self._handle.save_state.call_ranks(folder, timeout_s=self._timeout_s)
 
     async def digest(self) -> str:
-        return (await self._handle.digest.call(timeout_s=self._timeout_s))[0]
+        return (await self._handle.digest.call_ranks(timeout_s=self._timeout_s))[0]
 
     @property
     def _first(self) -> ActorHandle:

@@ -34,7 +34,10 @@ class Toy(ForgeActor):
     def __init__(self, base=0, *, fail=""):
         if fail == "constructor":
             raise ValueError("no such base")
-        self.base, self.fail, self.is_ready = base, fail, False
+        from monarch.actor import current_rank
+
+        self.base, self.fail, self.is_ready, self.notes = base, fail, False, []
+        self.rank = current_rank().rank
 
     async def setup(self):
         if self.fail == "setup":
@@ -57,6 +60,21 @@ class Toy(ForgeActor):
     async def sleep(self, duration_s):
         await asyncio.sleep(duration_s)
         return os.getpid()
+
+    @concurrent_endpoint
+    async def wait_or_fail(self, failing):
+        self.notes.append(failing)
+        if self.rank == failing:
+            raise ValueError("bad")
+        await asyncio.Event().wait()
+
+    @concurrent_endpoint
+    async def note(self, number):
+        self.notes.append(number)
+
+    @concurrent_endpoint
+    async def noted(self):
+        return self.notes
 
     @endpoint
     async def sleep_alone(self, duration_s):
@@ -237,6 +255,22 @@ async def test_ranks_of_a_mesh_share_a_world_and_die_apart():
         with pytest.raises(ActorDiedError, match=rf"rank 1, pid {actor.pids[1]} .* {KILLED}"):
             await actor.sleep.call(30)
         assert await rank_0.add.call_one(1) == 11
+
+
+async def test_what_one_rank_raises_is_heard_while_the_others_wait_for_ever():
+    """As ranks do that are in a collective operation which the one that failed never joins."""
+    async with toy(procs=2) as actor:
+        for failing in (0, 1):
+            with pytest.raises(ValueError, match="bad") as raised:
+                await actor.wait_or_fail.call_ranks(failing, timeout_s=20)
+            assert f"raised in {actor.name}[{failing}].wait_or_fail" in raised.value.__notes__[0]
+        assert await actor.noted.call() == [[0, 1], [0, 1]]
+
+
+async def test_calls_of_all_ranks_come_to_each_in_the_same_order():
+    async with toy(procs=2) as actor:
+        await asyncio.gather(*(actor.note.call_ranks(number) for number in range(20)))
+        assert await actor.noted.call() == [[*range(20)]] * 2
 
 
 async def test_a_crash_of_native_code_leaves_its_stack_in_the_log(tmp_path):

@@ -30,7 +30,7 @@ class CountingHandle:
             self.calls.append((self._name, name, *args))
             return self._answer
 
-        return SimpleNamespace(call=call, call_one=call)
+        return SimpleNamespace(call_ranks=call, call_one=call)
 
     def rank(self, rank: int) -> CountingHandle:
         return CountingHandle(1, self._answer, self.calls, name=f"rank {rank}")
@@ -58,4 +58,4 @@ async def test_a_worker_that_has_just_told_what_it_did_is_not_asked() -> None:
     assert await workers.make((), "policy_0") == ["record"]
     handles[1]._answer = report
     assert await workers.stats() == [report, report]
-    assert calls == [("rollout_0", "make", (), "policy_0"), ("rollout_1", "stats")]
+    assert calls == [("rollout_0", "make", [], "policy_0"), ("rollout_1", "stats")]
