@@ -24,7 +24,7 @@ from forge_async.backends.hf_renderer import HfRenderer
 from forge_async.backends.vllm_adapter import AdapterSlots, adapters_of, engine_arguments
 from forge_async.backends.vllm_alone import alone
 from forge_async.backends.vllm_inside import Inside
-from forge_async.backends.vllm_outputs import ABORT, LENGTH, Finished, Outputs, Row
+from forge_async.backends.vllm_outputs import LENGTH, Finished, Outputs, Row
 from forge_async.backends.vllm_places import Places
 from forge_async.backends.vllm_process import prepare
 from forge_async.backends.vllm_prompts import sharing
@@ -315,7 +315,7 @@ class VllmEngine:
                 logprobs=logprobs,
                 versions=VersionRuns.of(run for row in rows for run in _runs(row, last)),
                 truncated=np.array([row.reason == LENGTH for row in rows]),
-                cut=np.array([row.reason == ABORT for row in rows]),
+                cut=np.array([row.is_cut for row in rows]),
                 kept_set=kept_set,
                 routed_experts=routed,
             ),

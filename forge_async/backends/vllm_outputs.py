@@ -41,6 +41,11 @@ class Row:
     """Why it ended; "" until then."""
     watcher: StopWatcher | None = None
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether it ended before its end: it was ended from outside, or something failed inside vLLM ("error")."""
+        return self.reason not in (STOP, LENGTH)
+
     def versions(self) -> Iterator[tuple[str, int]]:
         """Each version label in turn, and how many tokens it made. Raises PolicyError where vLLM told of none."""
         if not self.starts and self.token_ids:

@@ -226,7 +226,7 @@ class Workers(Protocol):
         ...
 
     async def stats(self) -> list[WorkerReport]:
-        """What each did since the last call, as far as it has told of it in the last second."""
+        """What each did since the last call, told now or at most a second ago."""
         ...
 
 

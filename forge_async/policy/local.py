@@ -63,7 +63,8 @@ class LocalPolicy:
         gives it then returns what is cut.
         """
         if ticket not in self._tickets:
-            self._cut_early[ticket] = ids
+            before = self._cut_early.get(ticket, ())  # None, of all requests, stays so
+            self._cut_early[ticket] = None if ids is None or before is None else [*before, *ids]
             if len(self._cut_early) > MAX_EARLY:
                 del self._cut_early[next(iter(self._cut_early))]
             return []

@@ -151,8 +151,7 @@ class ReplayState:
         """
         groups = list(groups)
         with self._writing():
-            of_groups = oldest_steps([group.samples for group in groups])
-            return sum([self._put_one(group, steps) for group, steps in zip(groups, of_groups, strict=True)])
+            return sum(map(self._put_one, groups, oldest_steps([group.samples for group in groups])))
 
     def end(self, index: int, outcome: str, reason: str, attempt: int | None = None) -> bool:
         """End a group without training on it; its slot is free at once. Returns whether that changed anything.
@@ -348,9 +347,8 @@ class ReplayState:
             self._discard(group.index)
             return False
         maker = entry.replica if entry is not None else ""
-        effect = self._apply(
-            ev.Ready(index=group.index, num_tokens=group.samples.num_tokens, oldest_step=min(oldest_steps.tolist()))
-        )
+        num_tokens, oldest_step = group.samples.num_tokens, min(oldest_steps.tolist())
+        effect = self._apply(ev.Ready(index=group.index, num_tokens=num_tokens, oldest_step=oldest_step))
         if effect is Effect.CHANGED:
             self.buffer.put(group, oldest_steps)
             self._fruitless.ready()

@@ -100,6 +100,17 @@ def test_a_request_that_is_ended_gives_what_it_has_and_the_core_hears_of_the_row
     assert made.end("a") == [] and made.end("never heard of") == []
 
 
+def test_a_row_that_failed_inside_vllm_is_cut_rather_than_complete():
+    """Else what came of it would be scored and trained on as if the model had ended it there."""
+    made, _ = outputs()
+    enter(made, "a", 3)
+    told = [output("0_a-x", [5], STOPPED), output("1_a-x", [6], LIMITED), output("2_a-x", [7], "error")]
+    (ended,) = made.process_outputs(told, weight_version="v").request_outputs
+    assert [row.is_cut for row in ended.rows] == [False, False, True]
+    enter(made, "b", 1)
+    assert [row.is_cut for row in made.end("b")] == [True]
+
+
 def test_a_row_that_completes_a_stop_string_ends_there_and_the_core_is_told():
     made, _ = outputs()
     enter(made, "a", 2)

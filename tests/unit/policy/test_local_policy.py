@@ -79,6 +79,21 @@ async def test_of_what_is_cut_in_part_before_it_arrives_the_rest_is_made():
         assert added(engine) == ["a"]
 
 
+@pytest.mark.parametrize(("cuts", "left"), [([["a"], ["b"]], ["c"]), ([None, ["a"]], []), ([["a"], None], [])], ids=str)
+async def test_of_several_cuts_before_it_arrives_none_is_forgotten(cuts, left):
+    engine = FakeEngine()
+    async with serving(engine) as service:
+        policy = LocalPolicy(service)
+        for ids in cuts:
+            assert await policy.cut("t", ids) == []
+        results, done = await policy.submit("t", [request(name) for name in "abc"], 0.0)
+        assert [result.id for result in results] == [name for name in "abc" if name not in left]
+        assert all(result.completions.cut.all() for result in results) and done == (not left)
+        while not done:
+            _, done = await policy.collect("t", 0.0)
+        assert added(engine) == left and service.num_unfinished() == 0
+
+
 async def test_cuts_of_what_never_comes_are_forgotten_the_oldest_first(monkeypatch):
     monkeypatch.setattr(local, "MAX_EARLY", 2)
     async with serving(FakeEngine()) as service:
