@@ -289,7 +289,7 @@ class BoundEndpoint:
         return value_of(answer, self._where)
 
     async def call(self, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
-        """Call it on every process of the actor; values in rank order. Raises like `call_one` when all have answered."""
+        """Call it on every process; values in rank order. Raises like `call_one`, when all have answered."""
         answers = await self._answer(self._adverb.call(*args, **kwargs), timeout_s)
         return [value_of(answer, self._where) for _, answer in answers]
 
