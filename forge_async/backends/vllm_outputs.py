@@ -64,7 +64,6 @@ class Finished:
     """In order."""
     prompt_logprobs: np.ndarray
     """float32 [T - 1], of the prompt's tokens after the first, where they were asked for; else empty."""
-    finished: bool = True
 
 
 @dataclass(slots=True, eq=False)

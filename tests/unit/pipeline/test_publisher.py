@@ -31,9 +31,8 @@ async def test_a_publication_is_staged_committed_and_told_to_replay():
     assert replay.published_steps == [0]
 
 
-async def test_old_versions_are_retired_but_not_while_they_are_read():
-    _, learner, publisher = parts()
-    await publish_next(learner, publisher)
+async def reading_of_version_0(publisher):
+    """A pull that has begun, and what lets it end."""
     replica, release = FakeReplica("policy_0"), asyncio.Event()
 
     async def slow(version):
@@ -42,6 +41,13 @@ async def test_old_versions_are_retired_but_not_while_they_are_read():
     replica.pull = slow
     reading = asyncio.create_task(publisher.pull(replica, PolicyVersion(step=0)))
     await asyncio.sleep(0)
+    return reading, release
+
+
+async def test_old_versions_are_retired_but_not_while_they_are_read():
+    _, learner, publisher = parts()
+    await publish_next(learner, publisher)
+    reading, release = await reading_of_version_0(publisher)
     await publish_next(learner, publisher)
     await publish_next(learner, publisher)
     assert [version.step for version in learner.retired] == [1]
@@ -66,14 +72,7 @@ async def test_what_is_read_when_the_next_version_comes_stays_and_goes_later():
     _, learner, publisher = parts(keep=2)
     for _ in range(2):
         await publish_next(learner, publisher)
-    replica, release = FakeReplica("policy_0"), asyncio.Event()
-
-    async def slow(version):
-        await release.wait()
-
-    replica.pull = slow
-    reading = asyncio.create_task(publisher.pull(replica, PolicyVersion(step=0)))
-    await asyncio.sleep(0)
+    reading, release = await reading_of_version_0(publisher)
     commit = learner.commit
 
     async def commit_while_the_reading_ends(version, retire):

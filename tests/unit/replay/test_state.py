@@ -171,11 +171,17 @@ def test_at_zero_every_replica_must_have_pulled() -> None:
     assert indices(state.admit("r0", 100)) == [2]
 
 
-def test_a_published_version_says_that_its_steps_are_done_but_not_that_they_were_taken() -> None:
+def with_batches_taken(num_steps: int) -> ReplayState:
+    """The batches of so many steps were taken, and nobody has said that one is done."""
     state = replay(num=2, max_staleness=3)
-    for step in range(2):
+    for step in range(num_steps):
         put(state, state.admit("r0", 2))
         state.take(step)
+    return state
+
+
+def test_a_published_version_says_that_its_steps_are_done_but_not_that_they_were_taken() -> None:
+    state = with_batches_taken(2)
     state.published(2)
     state.trained(0)
     assert (state.ledger.num_trained, state.ledger.published, state.ledger.outcomes["trained"]) == (2, 2, 4)
@@ -184,10 +190,7 @@ def test_a_published_version_says_that_its_steps_are_done_but_not_that_they_were
 
 
 def test_steps_that_are_done_may_be_told_together() -> None:
-    state = replay(num=2, max_staleness=3)
-    for step in range(3):
-        put(state, state.admit("r0", 2))
-        state.take(step)
+    state = with_batches_taken(3)
     state.trained(1)
     assert (state.ledger.num_trained, state.ledger.outcomes["trained"]) == (2, 4)
 
